@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -35,6 +36,10 @@ PARTIAL = re.compile(r"\..+\.(?:([0-9a-f]{6})-)?(\d+)\.partial(\.\w+)?")  # with
 OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
+# in the header of a safetensors file: our checksum of all of it, and that of its tensors, which other programs know
+CHECKSUM, DATA_HASH = "flow_grpo.sha256", "modelspec.hash_sha256"
+UNKNOWN_HASH = "0x" + "0" * 64  # in place of a checksum that is not computed yet
+MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 
 
 class WriteError(FlowGRPOError):
@@ -204,10 +209,11 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def normalize_safetensors(file: Path) -> None:
-    """Give a new safetensors file the permissions of other files and sort its header, so that equal weights are equal files.
+def seal_safetensors(file: Path) -> None:
+    """Give a new safetensors file the permissions of other files, a sorted header so that equal weights are equal files, and checksums.
 
-    The safetensors library writes files with mode 0600 and with their metadata in random order.
+    The safetensors library writes files with mode 0600 and with their metadata in random order. A checksum is written where the header
+    has `UNKNOWN_HASH` in its place: `CHECKSUM` is of the whole file, with `UNKNOWN_HASH` in its own place; `DATA_HASH` of the tensors.
     """
     probe = file.with_name(f".{file.name}.mode")
     probe.touch()
@@ -216,10 +222,45 @@ def normalize_safetensors(file: Path) -> None:
     with file.open("rb+") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
+        metadata = header.get("__metadata__", {})
+        if DATA_HASH in metadata:
+            metadata[DATA_HASH] = _sha256(stream, size + 8)
         content = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
         assert len(content) <= size, "the same JSON in another order has the same length"
+        content = content.ljust(size)
+        if CHECKSUM in metadata:
+            digest = _sha256(stream, size + 8, size.to_bytes(8, "little") + content)
+            content = content.replace(UNKNOWN_HASH.encode(), digest.encode(), 1)
         stream.seek(8)
-        stream.write(content.ljust(size))
+        stream.write(content)
+
+
+def check_safetensors(file: Path) -> None:
+    """Raise FlowGRPOError if a safetensors file has another checksum than it was written with. Files of other programs have none."""
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        size = int.from_bytes(start, "little")
+        if size > MAX_HEADER:
+            return  # no such file, which reading it says
+        content = stream.read(size)
+        found = re.search(rf'"{re.escape(CHECKSUM)}":"(0x[^"]*)"'.encode(), content)
+        if found is None:
+            return
+        unsealed = content[: found.start(1)] + UNKNOWN_HASH.encode() + content[found.end(1) :]
+        if _sha256(stream, size + 8, start + unsealed).encode() != found[1]:
+            raise FlowGRPOError(
+                f"{file} has another checksum than it was written with: it is damaged: copy it again; a program that changes such a "
+                f"file on purpose takes {CHECKSUM} out of its header."
+            )
+
+
+def _sha256(stream: BinaryIO, start: int, before: bytes = b"") -> str:
+    """The SHA-256 of `before` and of what a file holds from `start` on, as the header of a model states it."""
+    digest = hashlib.sha256(before)
+    stream.seek(start)
+    while chunk := stream.read(2**22):
+        digest.update(chunk)
+    return f"0x{digest.hexdigest()}"
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import io
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ def replace_unprintable() -> None:
 
 _phases: list[Phase] = []  # the open phases, the innermost last
 _displays: list["Display"] = []  # of the open `show_phases`; the last one shows
+_consoles: list[Console] = []  # of the outermost `show_phases`
 _switching = threading.RLock()  # held while the displays change, or one of them is written
 
 
@@ -192,6 +194,8 @@ def show_phases(console: Console, bars: PhaseProgress | None = None) -> Iterator
     with _switching:
         if is_inner := bool(_displays):
             _displays[-1].clear()
+        else:
+            _consoles.append(console)
         _displays.append(display)
 
     def watch() -> None:
@@ -211,3 +215,13 @@ def show_phases(console: Console, bars: PhaseProgress | None = None) -> Iterator
         with _switching:
             display.clear()
             _displays.remove(display)
+            if not is_inner:
+                _consoles.clear()
+
+
+def tell(sentence: str) -> None:
+    """Print what a command's user should know to its console; in Python it is a warning."""
+    if _consoles:
+        _consoles[0].print(sentence, highlight=False, markup=False, soft_wrap=True)
+    else:
+        warnings.warn(sentence, stacklevel=3)

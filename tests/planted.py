@@ -616,11 +616,25 @@ BUGS = [
         "tests/test_train.py -k resumes_to_the_same",
     ),
     (
-        "the LoRA's alpha is not saved with it",
-        "flow_grpo/policy/lora.py",
-        ", transformer_lora_adapter_metadata=config.to_dict()",
-        "",
-        "tests/policy/test_lora.py -k saved_lora",
+        "a LoRA is written without its scale",
+        "flow_grpo/policy/lora_file.py",
+        "self.up.float() * (self.alpha / self.rank)",
+        "self.up.float()",
+        "tests/policy/test_lora_scale.py -k sana",
+    ),
+    (
+        "layers of a LoRA file that have no place are left out",
+        "flow_grpo/policy/lora_file.py",
+        "            homeless.append(name)",
+        "            continue",
+        "tests/policy/test_foreign_loras.py -k no_place",
+    ),
+    (
+        "a LoRA's checksum is not compared",
+        "flow_grpo/files.py",
+        "!= found[1]:",
+        '== b"":',
+        "tests/policy/test_checksums.py -k bit_of_a_lora",
     ),
     (
         "the mean is over the rows with signal, not over all",
@@ -1057,8 +1071,8 @@ BUGS = [
     (
         "the second expert's LoRA is not loaded",
         "flow_grpo/policy/lora.py",
-        "        if file is not None:",
-        "        if file is None:",
+        "if of_expert else {}",
+        "if not of_expert else {}",
         "tests/policy/test_experts.py -k leaves_that_expert",
     ),
     (

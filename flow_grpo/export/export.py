@@ -6,6 +6,7 @@ tells a later export what it may replace.
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 from flow_grpo import __version__
@@ -15,12 +16,14 @@ from flow_grpo.export import model_card
 from flow_grpo.figures import draw_or_warn
 from flow_grpo.files import finish_files, new_files
 from flow_grpo.policy import hub
-from flow_grpo.policy.weight_checks import check_file
+from flow_grpo.policy.families import lora_header
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, check_links
+from flow_grpo.text import plain
 from flow_grpo.tracking.plots import plot_curves
 
 RESULT = "export"
+EXAMPLES = 4  # prompts in the header of a LoRA
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -44,8 +47,9 @@ def export(
     previous, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
     merge = merge or args.lora is None  # all weights were trained
+    title = repo.rpartition("/")[2] if repo else out.resolve().name
     with new_files(out, RESULT, previous) as new_folder:
-        notes = _write_weights(args, run, source, new_folder, merge)
+        notes = _write_weights(args, run, source, new_folder, merge, title=title)
         (new_folder / layout.CONFIG).write_text(run.config_text, encoding="utf-8")
         curve = draw_or_warn(lambda: plot_curves(folder), folder / layout.CURVES, notes.append)
         if curve is not None:
@@ -88,18 +92,14 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
     return weights, max([row["step"] for row in run.step_rows], default=0)
 
 
-def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool) -> list[str]:
-    """Copy the weights, or load the model and save them if that is not enough; returns notes for the user."""
+def _write_weights(
+    args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool, *, title: str
+) -> list[str]:
+    """Write the weights, for which the model is loaded unless they are in a file already; returns notes for the user."""
     if not merge and source.parent.name != layout.CHECKPOINTS:
-        further = [file.name for file in source.glob(hub.expert_weights("*"))]
-        for file in (hub.WEIGHTS, *further, hub.PEFT_WEIGHTS, model_card.ADAPTER_CONFIG):
-            if (source / file).is_file():
-                shutil.copyfile(source / file, folder / file)  # without its permissions
-        copied = [file for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / file).is_file()]
-        if not copied:
+        if not any((source / file).is_file() for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS)):
             raise FlowGRPOError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
-        for file in (*copied, *further):
-            check_file(source / file)
+        _rewrite(source, folder, args, run, title)
         return []
     from flow_grpo.policy.library_logging import quiet_libraries
     from flow_grpo.policy.loading import load_policy
@@ -111,6 +111,7 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
     load_trained_weights(policy, str(source))
     if not merge:
         policy.lora.save(folder)
+        _rewrite(folder, folder, args, run, title)
         return []
     save_merged(policy, folder, args.model)
     _strip_local_paths(folder)
@@ -119,6 +120,24 @@ def _write_weights(args: FlowGRPOConfig, run: RunReader, source: Path, folder: P
     return [
         f"trained on base weights in {args.memory.quantize}, merged into the unquantised ones: images may differ a little."
     ]
+
+
+def _rewrite(source: Path, folder: Path, args: FlowGRPOConfig, run: RunReader, title: str) -> None:
+    """Write the LoRA files of a folder to another one, with what other programs show of a LoRA in their headers."""
+    from flow_grpo.policy import lora_file
+
+    prompts = [plain(prompt) for prompt in (run.evaluations[0]["prompts"][:EXAMPLES] if run.evaluations else [])]
+    header = {
+        **lora_header(hub.pipeline_class(args.model)),
+        "modelspec.title": title,
+        "modelspec.description": f"Prompts: {'; '.join(prompts)}" if prompts else "",
+        "ss_output_name": title,
+        "ss_sd_model_name": Path(args.model).name if Path(args.model).is_dir() else args.model,
+    }
+    for name in (hub.WEIGHTS, hub.PEFT_WEIGHTS, *(file.name for file in source.glob(hub.expert_weights("*")))):
+        if (source / name).is_file():
+            written = datetime.fromtimestamp((source / name).stat().st_mtime, UTC).isoformat(timespec="seconds")
+            lora_file.rewrite(source / name, folder / name, {**header, "modelspec.date": written})
 
 
 def _strip_local_paths(folder: Path) -> None:

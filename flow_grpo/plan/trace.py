@@ -6,6 +6,7 @@ its gradient checkpointing and its LoRA.
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
 from flow_grpo.plan.published import load_for_plan
+from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.memory import apply_memory_settings
 from flow_grpo.policy.meta_pipeline import BlockCall
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights, saved_lora
+from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.progress import phase
 from flow_grpo.text import first_line
 
@@ -57,7 +59,8 @@ class ModelTrace:
         apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
         self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
-            add_trainable_weights(self.policy, self._planned_lora(args.lora), args.seed)
+            self._add_lora_to_continue(args.lora)
+            add_trainable_weights(self.policy, args.lora, args.seed)
         prompts = load_run_prompts(args.training_prompts).prompts
         self.policy.check_images(prompts)
         self.prompt = max(prompts, key=len)
@@ -77,22 +80,17 @@ class ModelTrace:
                 f"{name} can't be trained with these settings: {type(error).__name__}: {first_line(error)}"
             ) from error
 
-    def _planned_lora(self, lora: LoraConfig | None) -> LoraConfig | None:
-        """The LoRA that the run trains: the saved one of `init_from` keeps its own rank and layers."""
+    def _add_lora_to_continue(self, lora: LoraConfig | None) -> None:
+        """Add the saved LoRA of `init_from`, which keeps its own rank and layers, if it is on this machine."""
         if lora is None or lora.init_from is None:
-            return lora
-        saved = saved_lora(lora.init_from)
-        if saved is None:
+            return
+        source, file = resolve_lora(lora.init_from)
+        if Path(source).is_dir():
+            self.policy.lora.load(source, file, lora.init_from)
+        else:
             self.notes.append(
                 f"The rank and targets of the LoRA {lora.init_from} are not known from a file here: the estimate has those of the config."
             )
-            return lora
-        modules = dict(self.policy.lora.transformer.named_modules())
-        if not any(layer in modules for layer in saved.targets or ()):
-            raise FlowGRPOError(
-                f"the LoRA {lora.init_from} is of another model: it has no layer of {type(self.policy.pipe).__name__}."
-            )
-        return saved
 
     def blocks(self, rows: int) -> list[BlockCall]:
         """One call of a block of each kind that repeats. FlowGRPOError if diffusers does not say which blocks repeat."""

@@ -87,6 +87,28 @@ FAMILIES = {
 }
 
 
+# of a family, in the headers of LoRA files: modelspec.architecture, and ss_base_model_version of kohya's scripts
+HEADER_NAMES = {
+    "StableDiffusion3Pipeline": ("stable-diffusion-3", "sd3"),
+    "FluxPipeline": ("flux-1-dev", "flux1"),
+    "Flux2Pipeline": ("flux-2", "flux2"),
+    "Flux2KleinPipeline": ("flux-2-klein", "flux2_klein"),
+    "QwenImagePipeline": ("qwen-image", "qwen_image"),
+    "ZImagePipeline": ("z-image", "zimage"),
+    "Lumina2Pipeline": ("lumina-2", "lumina2"),
+    "WanPipeline": ("wan", "wan"),
+}
+
+
+def lora_header(pipeline: str) -> dict[str, str]:
+    """What the header of a LoRA file says of its model, by the class of the pipeline: modelspec's entries, and one of kohya's scripts."""
+    header = {"modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers"}
+    if pipeline not in HEADER_NAMES:
+        return header
+    architecture, version = HEADER_NAMES[pipeline]
+    return {**header, "modelspec.architecture": f"{architecture}/lora", "ss_base_model_version": version}
+
+
 def family(pipeline: str) -> Family:
     """The family of a pipeline class, by the class's name."""
     return FAMILIES.get(pipeline, Family())

@@ -7,16 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import normalize_safetensors
+from flow_grpo.files import CHECKSUM, UNKNOWN_HASH, check_safetensors, seal_safetensors
 from flow_grpo.policy.memory import cast_layers
 
 WEIGHTS_PREFIX = "diffusion_pytorch_model"  # of the names of a transformer's files in diffusers
 CONFIG = "config.json"
+
+
+def write_transformer(transformer: Any, class_name: str, state: dict[str, Tensor], folder: Path) -> None:
+    """Write a transformer with these weights as diffusers reads it, with a checksum in each file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer.save_config(folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    (folder / CONFIG).write_text(json.dumps({**config, "_class_name": class_name}, indent=2), encoding="utf-8")
+    pattern, header = WEIGHTS_PREFIX + "{suffix}.safetensors", {"format": "pt", CHECKSUM: UNKNOWN_HASH}
+    save_torch_state_dict(state, folder, filename_pattern=pattern, metadata=header)
+    for file in folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"):
+        seal_safetensors(file)
 
 
 class FullWeights:
@@ -26,10 +39,15 @@ class FullWeights:
         base: the base model's weights by name, once they were stored. While `swap_base` has exchanged them, the trained ones.
 
     Raises:
-        FlowGRPOError: the weights are stored in float8.
+        FlowGRPOError: the weights are stored in float8, or the transformer can't be saved.
     """
 
     def __init__(self, transformer: Any) -> None:
+        if not isinstance(transformer, ModelMixin):
+            raise FlowGRPOError(
+                f"lora=null trains all weights, and {type(transformer).__name__} is no ModelMixin of diffusers, which could save "
+                "them: set lora, or make it one."
+            )
         if cast_layers(transformer):
             raise FlowGRPOError(
                 "memory.quantize=fp8_layerwise stores base weights in float8, and here all of them are trained: leave it out"
@@ -107,22 +125,18 @@ class FullWeights:
         """
         state = gather_to_cpu(self.transformer.state_dict(), write)
         if write:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.transformer.save_config(folder)
-            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-            (folder / CONFIG).write_text(json.dumps({**config, "_class_name": self.class_name}, indent=2), encoding="utf-8")
             state = {name: value.to(self._dtypes[name]) for name, value in state.items()}
-            save_torch_state_dict(state, folder, filename_pattern=WEIGHTS_PREFIX + "{suffix}.safetensors")
-            for file in folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"):
-                normalize_safetensors(file)
+            write_transformer(self.transformer, self.class_name, state, folder)
         return folder
 
     def load(self, folder: Path) -> None:
         """Load saved weights and keep the current ones as the base model's, on the CPU. FlowGRPOError if the shapes differ."""
+        for file in folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"):
+            check_safetensors(file)
         own = self.transformer.state_dict()
         loaded = type(self.transformer).from_pretrained(folder, torch_dtype=self.transformer.dtype).state_dict()
         if {n: v.shape for n, v in loaded.items()} != {n: v.shape for n, v in own.items()}:
-            raise FlowGRPOError("it is of another model")
+            raise FlowGRPOError(f"the transformer {folder} is of another model than {type(self.transformer).__name__}.")
         self.store_base_weights("cpu")
         self.transformer.load_state_dict(loaded)
 

@@ -17,6 +17,7 @@ TINY = Path(__file__).parent.parent / "tiny"
 BUNDLED_MODELS = {"tiny": TINY / "pipeline", "tiny_shapes": TINY / "shapes" / "pipeline"}
 # the file of a LoRA as diffusers and as peft name it
 WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"  # beside a LoRA in peft's format: its rank and alpha
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+", re.ASCII)
 
@@ -42,6 +43,11 @@ def resolve_model(name: str) -> str:
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = Path(name).expanduser()
+    if folder.is_file():
+        raise FlowGRPOError(
+            f"the model {name} is a single file, and a folder in the format of diffusers is needed: in Python, the class of its "
+            "pipeline has from_single_file, and save_pretrained writes such a folder."
+        )
     if folder.is_dir():
         if not (folder / INDEX).exists():
             raise FlowGRPOError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")

@@ -1,6 +1,7 @@
 """Loading a policy: the model, its dtype, its quantisation and a saved LoRA."""
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.library_logging import quietly
 from flow_grpo.policy.memory import apply_memory_settings, move_to_device, quantization
-from flow_grpo.policy.model_files import check_weight_files, load_errors
+from flow_grpo.policy.model_files import check_weight_files, load_errors, weights_variant
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import downloads
 
+# transformers and diffusers set global state while they load, which two threads would leave wrong
+LOADING = threading.RLock()
 
-@quietly()
+
 def load_policy(
     model: str | Path | DiffusionPipeline,
     device: str | None = None,
@@ -50,7 +53,25 @@ def load_policy(
     Raises:
         FlowGRPOError: there is no such model, or it is not a flow.
     """
-    memory = memory or MemoryConfig()
+    with LOADING, quietly():
+        policy = _load_base(
+            model, device, dtype, guidance=guidance, memory=memory or MemoryConfig(), prompts=prompts, call=call
+        )
+    if lora is not None:
+        policy.load_lora(lora)
+    return policy
+
+
+def _load_base(
+    model: str | Path | DiffusionPipeline,
+    device: str | None,
+    dtype: str,
+    *,
+    guidance: float,
+    memory: MemoryConfig,
+    prompts: list[str] | None,
+    call: dict[str, Any],
+) -> Policy:
     if dtype not in ("auto", *DTYPES):
         raise FlowGRPOError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     if not math.isfinite(guidance):
@@ -62,7 +83,7 @@ def load_policy(
         weights_dtype = pipe.transformer.dtype if dtype == "auto" else DTYPES[dtype]
         if weights_dtype != pipe.transformer.dtype:
             pipe.to(weights_dtype)
-        return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, lora=lora, call=call)
+        return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, call=call)
     path_or_name = str(model)
     source = hub.resolve_model(path_or_name)
     weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
@@ -73,7 +94,7 @@ def load_policy(
     options = _loading_options(source, weights_dtype, memory, without_encoders)
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights_dtype, **options)
-    return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, lora=lora, call=call)
+    return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, call=call)
 
 
 def pipeline_of(model: object) -> DiffusionPipeline | None:
@@ -107,16 +128,12 @@ def _policy(
     *,
     device: str,
     embeddings: EmbeddingCache,
-    lora: str | Path | None,
     call: dict[str, Any],
 ) -> Policy:
     """The policy of a loaded pipeline, on its device and with the settings of `memory`."""
     apply_memory_settings(pipe, memory)  # before the move, so that a GPU never holds weights that are stored smaller
     move_to_device(pipe, torch.device(device), memory)
-    policy = Policy(pipe, dtype, guidance, embeddings, memory.offload_text_encoders, **call)
-    if lora is not None:
-        policy.load_lora(lora)
-    return policy
+    return Policy(pipe, dtype, guidance, embeddings, memory.offload_text_encoders, **call)
 
 
 def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool) -> dict[str, Any]:
@@ -127,4 +144,5 @@ def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, with
         options["quantization_config"] = quantization(dtype, hub.pipeline_class(source))
     if Path(source).is_dir():
         check_weight_files(source, left_out)
+        options["variant"] = weights_variant(source)
     return options

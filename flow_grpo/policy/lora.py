@@ -4,33 +4,30 @@ A pipeline with several experts, each a transformer for a part of the schedule, 
 """
 
 import inspect
-import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
 from diffusers import DiffusionPipeline
-from peft import (
-    LoraConfig,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-    load_peft_weights,
-    set_peft_model_state_dict,
-)
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save_file
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import normalize_safetensors
+from flow_grpo.policy import lora_file
+from flow_grpo.policy.families import lora_header
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
-from flow_grpo.rewards.downloads import downloads
+from flow_grpo.policy.library_logging import quietly
+from flow_grpo.policy.lora_file import LoraFile, LoraLayer
+from flow_grpo.progress import tell
 from flow_grpo.text import gigabytes
 
+FIRST = "transformer"  # the component that holds the LoRA; of several, the first
 TRAINED = "default"  # the trained adapter; others are copies of it
-PEFT_PREFIX = "base_model.model."
 
 
 class Lora:
@@ -93,7 +90,7 @@ class Lora:
         Raises:
             FlowGRPOError: no layer has such a name, or the LoRA does not fit into this machine's memory.
         """
-        layers = self._linear_layers()
+        layers = linear_layers(self.transformer)
         wanted = self.default_targets if targets is None else list(layers) if targets == "all" else targets
         matching = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in layers)]
         if not matching:
@@ -117,11 +114,6 @@ class Lora:
                 layer.delete_adapter(TRAINED)
             for transformer in self.transformers.values():
                 transformer.peft_config.pop(TRAINED)
-
-    def _linear_layers(self) -> dict[str, torch.nn.Linear]:
-        """The transformer's linear layers by name. A layer that had a LoRA before keeps its name."""
-        modules = self.transformer.named_modules()
-        return {name.removesuffix(".base_layer"): layer for name, layer in modules if isinstance(layer, torch.nn.Linear)}
 
     def _inject(self, config: LoraConfig, adapter: str) -> None:
         for transformer in self.transformers.values():
@@ -202,40 +194,64 @@ class Lora:
         save = getattr(self.pipe, "save_lora_weights", None)
         return save is not None and "transformer_lora_layers" in inspect.signature(save).parameters
 
-    def load(self, source: str, file: str | None = None) -> None:
-        """Load a saved LoRA from a folder or a hub id.
+    def load(self, source: str, file: str | None = None, name: str | None = None) -> None:
+        """Load a saved LoRA, of whichever program; of its layers, the transformer's. What is left out is told.
 
         Args:
+            source: a folder or a hub id.
             file: its name there, if it is not the usual one.
+            name: what the user calls it.
+
+        Raises:
+            FlowGRPOError: it is damaged, of another kind or model, or some of its layers have no place in the transformer.
         """
-        with downloads(source):
-            if self.has_pipeline_loader:
-                self.pipe.load_lora_weights(source, weight_name=file, adapter_name=TRAINED)
-            elif hasattr(self.transformer, "load_lora_adapter"):
-                self.transformer.load_lora_adapter(source, weight_name=file or WEIGHTS, adapter_name=TRAINED, prefix=None)
-            else:
-                self._inject(LoraConfig.from_pretrained(source), TRAINED)
-                state = load_peft_weights(source, device="cpu")
-                set_peft_model_state_dict(self.transformer, state, adapter_name=TRAINED)
-            for name in self.experts:
-                self._load_expert(source, name)
+        with torch.device("cpu"):  # not on the meta device of `plan`
+            found = lora_file.read(lora_file.find_file(source, file), name or source)
+            layers = {FIRST: self._place(found, FIRST)}
+            for expert in self.experts:  # where its file is missing it gets a LoRA that changes nothing
+                of_expert = expert_lora(source, expert)
+                layers[expert] = self._place(lora_file.read(of_expert), expert) if of_expert else {}
+        with quietly():  # peft warns of an adapter that was taken off
+            for component, own in layers.items():
+                self._attach(component, own or {name: _zero(layer) for name, layer in layers[FIRST].items()})
         self._make_trainable()
+        if found.left_out:
+            tell(found.left_out)
 
-    def _load_expert(self, source: str, name: str) -> None:
-        """Load a further expert's LoRA; where its file is missing it gets one that changes nothing."""
-        file, into = expert_lora(source, name), {f"load_into_{name}": True}
-        if file is not None:
-            self.pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=TRAINED, **into)
-        else:
-            _inject_into(getattr(self.pipe, name), self.transformer.peft_config[TRAINED], TRAINED)
+    def _place(self, found: LoraFile, component: str) -> dict[str, LoraLayer]:
+        transformer = getattr(self.pipe, component)
+        shapes = {name: (layer.out_features, layer.in_features) for name, layer in linear_layers(transformer).items()}
+        convert = type(self.pipe).lora_state_dict if self.has_pipeline_loader else None
+        return lora_file.place(found, type(self.pipe).__name__, shapes, convert)
 
-    def check_scales(self, source: str) -> None:
-        """Raise FlowGRPOError if the LoRA's alpha is not finite."""
-        if not all(math.isfinite(scale) for layer in self.lora_layers() for scale in layer.scaling.values()):
-            raise FlowGRPOError(f"{source} has an alpha that is not finite: take an earlier checkpoint of the run.")
+    def _attach(self, component: str, layers: dict[str, LoraLayer]) -> None:
+        """Add a LoRA with these weights, and with the alpha of each layer."""
+        transformer = getattr(self.pipe, component)
+        exactly = {name: f"^{re.escape(name)}" for name in layers}  # peft takes patterns of the end of a name
+        first = next(iter(layers.values()))
+        config = LoraConfig(
+            r=first.rank,
+            lora_alpha=first.alpha,
+            rank_pattern={exactly[name]: layer.rank for name, layer in layers.items() if layer.rank != first.rank},
+            alpha_pattern={exactly[name]: layer.alpha for name, layer in layers.items() if layer.alpha != first.alpha},
+            target_modules="|".join(map(re.escape, layers)),
+        )
+        _inject_into(transformer, config, TRAINED)
+        modules = dict(transformer.named_modules())
+        for name, layer in layers.items():
+            for matrix, value in ((modules[name].lora_A, layer.down), (modules[name].lora_B, layer.up)):
+                parameter = matrix[TRAINED].weight
+                parameter.data = value.to(parameter.device, torch.float32)
+
+    @property
+    def prefix_in_files(self) -> str:
+        """What stands before the names of layers in a written file, by which the pipeline, the transformer or peft reads it."""
+        if self.has_pipeline_loader:
+            return lora_file.PIPELINE_PREFIX
+        return "" if hasattr(self.transformer, "load_lora_adapter") else lora_file.PEFT_PREFIX
 
     def save(self, folder: Path, write: bool = True) -> Path:
-        """Write the LoRA with its rank and alpha, as `pipe.load_lora_weights` reads it, and return the file.
+        """Write the LoRA with alpha = rank, as `pipe.load_lora_weights` reads it, and return the file.
 
         If the pipeline has no such method it is the transformer's own format (`load_lora_adapter`); if the transformer has no
         methods for adapters either, it is peft's (`PeftModel.from_pretrained`).
@@ -246,35 +262,41 @@ class Lora:
         if not write:
             return folder
         folder.mkdir(parents=True, exist_ok=True)
-        file, config = folder / WEIGHTS, self.transformer.peft_config[TRAINED]
-        state = get_peft_model_state_dict(self.transformer, adapter_name=TRAINED)
-        if isinstance(config.target_modules, set):
-            config.target_modules = sorted(config.target_modules)  # a set has another order in each process
-        if self.has_pipeline_loader:
-            type(self.pipe).save_lora_weights(
-                folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
-            )
-        elif hasattr(self.transformer, "save_lora_adapter"):
-            self.transformer.save_lora_adapter(folder, adapter_name=TRAINED, weight_name=WEIGHTS)
-        else:
-            file = folder / PEFT_WEIGHTS
-            save_file({f"{PEFT_PREFIX}{name}": value.contiguous() for name, value in state.items()}, file)
-            config.save_pretrained(str(folder))
-        normalize_safetensors(file)
-        for name in self.experts:
-            self._save_expert(folder, name, config)
+        file = folder / (PEFT_WEIGHTS if self.prefix_in_files == lora_file.PEFT_PREFIX else WEIGHTS)
+        header = lora_header(type(self.pipe).__name__)
+        for component in (FIRST, *self.experts):
+            of_component = file if component == FIRST else folder / expert_weights(component)
+            transformer = getattr(self.pipe, component)
+            config = transformer.peft_config[TRAINED].to_dict()
+            lora_file.write(of_component, _layers(transformer), self.prefix_in_files, header, config)
         return file
 
-    def _save_expert(self, folder: Path, name: str, config: LoraConfig) -> None:
-        """Write a further expert's LoRA as `pipe.load_lora_weights` reads it into that transformer."""
-        file = folder / expert_weights(name)
-        type(self.pipe).save_lora_weights(
-            folder,
-            transformer_lora_layers=get_peft_model_state_dict(getattr(self.pipe, name), adapter_name=TRAINED),
-            transformer_lora_adapter_metadata=config.to_dict(),
-            weight_name=file.name,
+
+def linear_layers(transformer: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """A transformer's linear layers by name. A layer that has or had a LoRA keeps its name; the LoRA's own are left out."""
+    modules = transformer.named_modules()
+    return {
+        name.removesuffix(".base_layer"): layer
+        for name, layer in modules
+        if isinstance(layer, torch.nn.Linear) and ".lora_" not in name
+    }
+
+
+def _layers(transformer: torch.nn.Module) -> dict[str, LoraLayer]:
+    """The trained adapter of a transformer by layer."""
+    return {
+        name: LoraLayer(
+            layer.lora_A[TRAINED].weight.detach(),
+            layer.lora_B[TRAINED].weight.detach(),
+            layer.scaling[TRAINED] * layer.r[TRAINED],
         )
-        normalize_safetensors(file)
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, BaseTunerLayer) and TRAINED in layer.lora_A
+    }
+
+
+def _zero(layer: LoraLayer) -> LoraLayer:
+    return replace(layer, up=torch.zeros_like(layer.up))
 
 
 def _inject_into(transformer: Any, config: LoraConfig, adapter: str) -> None:

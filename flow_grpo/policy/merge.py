@@ -7,9 +7,9 @@ from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import normalize_safetensors
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import denoisers
+from flow_grpo.policy.full_weights import write_transformer
 from flow_grpo.policy.memory import cast_layers
 from flow_grpo.policy.policy import Policy
 
@@ -25,9 +25,8 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
     else:
         merge(policy)
         for name in denoisers(policy.pipe):
-            getattr(policy.pipe, name).save_pretrained(folder / name)
-            for file in (folder / name).glob("*.safetensors"):
-                normalize_safetensors(file)
+            transformer = getattr(policy.pipe, name)
+            write_transformer(transformer, type(transformer).__name__, transformer.state_dict(), folder / name)
     source = hub.resolve_model(base)
     base_folder = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(base_folder / hub.INDEX, folder / hub.INDEX)

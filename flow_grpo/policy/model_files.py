@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import check_safetensors
 from flow_grpo.policy.hub import INDEX
 
 MAX_ERROR_LENGTH = 250  # of another library's error, in characters
 NETWORKS = ("transformer", "vae", "text_encoder")  # prefixes of the parts that are networks in every pipeline
-WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
+SHARD = r"(?:-\d+-of-\d+)?"
+WEIGHTS = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # safetensors' names
 
 
@@ -64,6 +66,11 @@ def read_index(folder: str | Path) -> Index:
             if isinstance(entry, list) and (name not in settings or _names_class(entry))
         }
         for name in arguments:
+            if parts.get(name, Any) is None and name not in settings and name not in optional:
+                raise FlowGRPOError(
+                    f"{INDEX} leaves out {name} ([null, null]), and {pipeline_class.__name__} can't be loaded without it: copy its "
+                    "folder from the published model, and its entry"
+                )
             if name not in settings and name not in optional and parts.get(name) is None:
                 raise FlowGRPOError(
                     f"{INDEX} names no {name} with its library and class, and {pipeline_class.__name__} needs one"
@@ -84,6 +91,7 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> No
         FlowGRPOError: one of them could not be loaded, or its files lack tensors, which would then be random.
     """
     folder = Path(folder)
+    variant = weights_variant(folder)
     for name, part in networks(read_index(folder)).items():
         quantised = "quantization_config" in _read_json_object(folder / name / "config.json")
         if name in left_out or quantised:  # the library that quantised it may need a GPU
@@ -91,10 +99,27 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> No
         with load_errors(folder):
             _check_files(folder / name)
         with load_errors(folder, name):
-            _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True)
+            own = {"variant": variant} if variant and variant == _weight_files(folder / name)[0] else {}
+            _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True, **own)
             if missing := sorted(report["missing_keys"]):
                 more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
                 raise FlowGRPOError(f"its weights lack {missing[0]}{more}; copy or download them again")
+
+
+def weights_variant(folder: str | Path) -> str | None:
+    """The variant by which `from_pretrained` finds the weights of a folder, such as fp16; None if all parts have plain files."""
+    parts = (part for part in sorted(Path(folder).iterdir()) if part.is_dir())
+    return next((variant for part in parts if (variant := _weight_files(part)[0])), None)
+
+
+def _weight_files(part: Path) -> tuple[str | None, list[Path]]:
+    """The weights of a network, plain ones before a variant, and which variant they are."""
+    by_variant: dict[str, list[Path]] = {}
+    for file in sorted(part.glob("*.safetensors")):
+        if match := WEIGHTS.fullmatch(file.name):
+            by_variant.setdefault(match["variant"] or "", []).append(file)
+    variant = min(by_variant, default="")
+    return variant or None, by_variant.get(variant, [])
 
 
 def networks(index: Index) -> dict[str, Any]:
@@ -105,7 +130,7 @@ def networks(index: Index) -> dict[str, Any]:
 def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
     sizes = []
-    for file in sorted(file for file in folder.glob("*.safetensors") if WEIGHTS.fullmatch(file.name)):
+    for file in _weight_files(folder)[1]:
         converted, unchanged = 0, 0
         _check_readable(file)
         with safe_open(file, "pt") as tensors:
@@ -185,6 +210,7 @@ def _check_files(folder: Path) -> None:
     for file in files:
         if file.suffix == ".safetensors":
             _check_readable(file)
+            check_safetensors(file)
 
 
 def _check_readable(file: Path) -> None:

@@ -131,7 +131,7 @@ class Policy(FlowPipeline):
     # -- files and checkpoints ----------------------------------------------------------------------------------------
 
     def load_lora(self, path: str | Path) -> None:
-        """Load a saved LoRA as diffusers does, or the transformer of full fine-tuning in place of the base model's.
+        """Load a saved LoRA, of this or another program, or the transformer of full fine-tuning in place of the base model's.
 
         Args:
             path: a folder, a .safetensors file, a hub id, or the folder of a finished run.
@@ -147,15 +147,15 @@ class Policy(FlowPipeline):
                 full.load(Path(source))
                 self.trained = full
             else:
-                self.lora.load(source, file)
+                self.lora.load(source, file, str(path))
+        except FlowGRPOError:
+            raise
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             damaged = damaged_file(Path(source), file)
             reason = f"{damaged} is damaged or no .safetensors file: copy it again." if damaged else first_line(error)
             raise FlowGRPOError(f"the LoRA {path} could not be loaded: {reason}") from error
         try:
-            kind = "transformer" if is_full else "LoRA"
-            check_weights(self.trainable_parameters(), f"the {kind} {path}")
-            self.lora.check_scales(f"the {kind} {path}")
+            check_weights(self.trainable_parameters(), f"the {'transformer' if is_full else 'LoRA'} {path}")
         except ValueError:
             self.reset_to_base()
             raise

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
@@ -23,15 +22,6 @@ def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source} holds values that are not finite, in {len(broken)} of {len(weights)} tensors, of which {broken[0]} is the "
             "first: take an earlier checkpoint of the run."
         )
-
-
-def check_file(file: Path) -> None:
-    """Check the weights in a .safetensors file as `check_weights` does. ValueError also if it cannot be read."""
-    try:
-        weights = load_file(file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise FlowGRPOError(f"{file} could not be read: {' '.join(str(error).split())}") from error
-    check_weights(weights, str(file))
 
 
 def damaged_file(folder: Path, name: str | None = None) -> Path | None:
