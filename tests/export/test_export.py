@@ -13,7 +13,8 @@ import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from support.embedded import CALL, short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
 from support.hub_server import deleted, local_hub, settings, uploaded
@@ -77,7 +78,13 @@ def html(folder: Path) -> str:
 
 
 def test_the_lora_is_the_runs_and_the_hub_reads_what_it_is(run, shared):
-    assert (shared / hub.WEIGHTS).read_bytes() == (run / "lora" / hub.WEIGHTS).read_bytes()
+    weights, of_run = load_file(shared / hub.WEIGHTS), load_file(run / "lora" / hub.WEIGHTS)
+    assert weights.keys() == of_run.keys()
+    assert all(torch.equal(value, of_run[name]) for name, value in weights.items())
+    with safe_open(shared / hub.WEIGHTS, "pt") as opened:
+        header = opened.metadata()
+    assert header["modelspec.title"] == shared.name
+    assert plain(HOSTILE[0]) in header["modelspec.description"]
     data = ModelCard.load(shared / model_card.CARD).data
     assert (data.library_name, data.pipeline_tag, data.base_model_relation) == ("diffusers", "text-to-image", "adapter")
     assert data.license == "apache-2.0"

@@ -1,5 +1,7 @@
 """A pipeline becomes a policy, or is refused in a sentence."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -74,3 +76,24 @@ def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
     tiny_policy(memory=MemoryConfig(quantize="nf4"))
     tiny_policy()
     assert asked == [("nf4", torch.float32), None]
+
+
+def test_models_loaded_in_several_threads_leave_later_ones_whole():
+    """transformers and diffusers replace functions of torch while they load."""
+    before = torch.nn.Linear(2, 2).weight.dtype, torch.nn.init.normal_
+    with ThreadPoolExecutor(3) as threads:
+        policies = list(threads.map(lambda _: load_policy("tiny", "cpu", "fp32"), range(3)))
+    values = [policy.pipe.text_encoder.state_dict() for policy in (*policies, load_policy("tiny", "cpu", "fp32"))]
+    assert all(torch.equal(value, values[0][name]) for one in values for name, value in one.items())
+    assert (torch.nn.Linear(2, 2).weight.dtype, torch.nn.init.normal_) == before
+
+
+def test_all_weights_of_a_transformer_that_cannot_be_saved_are_refused_at_once(policy):
+    policy.reset_to_base()
+
+    class Other(torch.nn.Linear):
+        dtype = torch.float32
+
+    policy.pipe.transformer = Other(2, 2)
+    with pytest.raises(ValueError, match="Other is no ModelMixin of diffusers, which could save them: set lora"):
+        policy.enable_full_finetuning()

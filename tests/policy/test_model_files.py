@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flow_grpo.policy import model_files
+from flow_grpo.policy import hub, model_files
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy
@@ -87,7 +87,7 @@ CONFIGS = [
     (with_values(INDEX, transformer=[1, 2]), r"names \[1, 2\] as transformer"),
     (with_values(INDEX, transformer="x"), "names no transformer"),
     (with_values(INDEX, vae=None), "names no vae"),
-    (with_values(INDEX, tokenizer=[None, None]), "names no tokenizer"),
+    (with_values(INDEX, tokenizer=[None, None]), r"leaves out tokenizer \(\[null, null\]\), and StableDiffusion3Pipeline can't"),
     (with_values(INDEX, text_encoder=["transformers", "BertTokenizer"]), "BertTokenizer as text_encoder, and that is no network"),
     (gone("tokenizer"), "names tokenizer, and its folder is missing or empty"),
     (gone("scheduler"), "names scheduler, and its folder is missing or empty"),
@@ -148,3 +148,44 @@ def test_whole_folders_pass_in_one_file_or_in_shards(model):
 def test_parts_that_will_not_be_loaded_need_no_weights(model):
     gone(TEXT)(model)
     model_files.check_weight_files(model, left_out=["text_encoder"])
+
+
+def renamed(model: Path, parts: tuple[str, ...], variant: str) -> None:
+    for file in [file for part in parts for file in (model / part).glob("*.safetensors")]:
+        file.rename(file.with_suffix(f".{variant}.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "parts", [("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), ("transformer",)]
+)
+def test_a_folder_with_files_of_a_variant_alone_is_loaded(model, parts):
+    assert model_files.weights_variant(model) is None
+    sizes = model_files.stored_bytes(model / "transformer", torch.float32)
+    renamed(model, parts, "fp16")
+    assert model_files.weights_variant(model) == "fp16"
+    assert model_files.stored_bytes(model / "transformer", torch.float32) == sizes
+    values = load_policy(str(model), "cpu", "fp32").pipe.transformer.state_dict()
+    expected = load_policy("tiny", "cpu", "fp32").pipe.transformer.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in values.items())
+
+
+def test_a_pickle_of_weights_is_loaded_without_log_lines(model, capfd):
+    file = next((model / "vae").glob("*.safetensors"))
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    load_policy(str(model), "cpu", "fp32")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_single_file_as_model_is_one_sentence(tmp_path, monkeypatch):
+    file = tmp_path / "sd3.5_medium.safetensors"
+    file.write_bytes(b"")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (str(file), "~/sd3.5_medium.safetensors"):
+        with pytest.raises(ValueError, match="is a single file, and a folder in the format of diffusers is needed"):
+            load_policy(name)
+
+
+def test_a_model_in_the_home_folder_is_found(model, monkeypatch):
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert hub.resolve_model(f"~/{model.name}") == str(model)
