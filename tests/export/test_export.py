@@ -41,6 +41,7 @@ HOSTILE = [
     "<img src=x onerror=alert(1)> **bold** \u202eback",
 ]
 CAT = ['red text "CAT" on a blue background']
+A_LAYER = {f"transformer.q.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +304,7 @@ def test_what_is_not_there_is_a_clear_error(run, tmp_path, monkeypatch):
 def test_the_card_says_what_the_monitor_reported_and_what_is_not_known(tmp_path):
     folder = synthetic_run(tmp_path / "run", warning="clip has <b>fallen</b>", reward="my_reward.py:redness")
     (folder / "lora").mkdir()
-    save_file({"a": torch.zeros(1)}, folder / "lora" / hub.WEIGHTS)
+    save_file(A_LAYER, folder / "lora" / hub.WEIGHTS)
     settings = (folder / "config.yaml").read_text()
     for model, licence, link in (
         ("stabilityai/stable-diffusion-3.5-medium", "other", "/stable-diffusion-3.5-medium/blob/main/LICENSE.md"),
@@ -339,7 +340,7 @@ def test_the_card_says_what_the_pipeline_makes_of_what(tmp_path, pipeline, task,
     (model / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
     (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("model: tiny", f"model: {model}"))
     (folder / "lora").mkdir()
-    save_file({"a": torch.zeros(1)}, folder / "lora" / hub.WEIGHTS)
+    save_file(A_LAYER, folder / "lora" / hub.WEIGHTS)
     export(folder, tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / model_card.CARD)
     assert card.data.pipeline_tag == task
