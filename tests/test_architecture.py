@@ -184,7 +184,9 @@ def depth(node: ast.AST) -> int:
     return deepest
 
 
-TESTS = sorted(file for folder in ("tests", "benchmarks", "examples", "docs") for file in (ROOT / folder).rglob("*.py"))
+TESTS = sorted(
+    file for folder in ("tests", "tools", "benchmarks", "examples", "docs") for file in (ROOT / folder).rglob("*.py")
+)
 
 
 @pytest.mark.parametrize("file", [*FILES.values(), *TESTS], ids=lambda file: str(file.relative_to(ROOT)))

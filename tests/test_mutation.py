@@ -46,9 +46,10 @@ def test_mutants_are_caught_survive_time_out_or_are_known_to_be_equivalent(tmp_p
     equivalent = by_text[SMALL.replace("x > 0", "x >= 0")]
     missed, other = by_text[SMALL.replace("x > 0", "x > 1")], by_text[SMALL.replace("else 0", "else 1")]
     (tmp_path / "tests").mkdir()
+    (tmp_path / "tools").mkdir()
     (tmp_path / "tests" / "test_small.py").write_text(TESTS)
-    (tmp_path / "tests" / "mutation.yaml").write_text("small.py: [tests/test_small.py]")
-    (tmp_path / "tests" / "mutation_equivalent.txt").write_text(
+    (tmp_path / "tools" / "mutation.yaml").write_text("small.py: [tests/test_small.py]")
+    (tmp_path / "tools" / "mutation_equivalent.txt").write_text(
         f"# a list\n{equivalent} small.py 0 is 0\n00000000 small.py gone\n"
     )
     command = [
@@ -78,8 +79,9 @@ def test_mutants_are_caught_survive_time_out_or_are_known_to_be_equivalent(tmp_p
 def test_tests_that_fail_without_a_mutant_stop_the_run(tmp_path):
     planted(tmp_path, SMALL)
     (tmp_path / "tests").mkdir()
+    (tmp_path / "tools").mkdir()
     (tmp_path / "tests" / "test_small.py").write_text("def test_it():\n    assert 1 == 2")
-    (tmp_path / "tests" / "mutation.yaml").write_text("small.py: [tests/test_small.py]")
+    (tmp_path / "tools" / "mutation.yaml").write_text("small.py: [tests/test_small.py]")
     done = subprocess.run([sys.executable, mutation.__file__, "--root", tmp_path], capture_output=True, text=True)
     assert done.returncode == 1
     assert "the tests meant for small.py fail as it is" in done.stderr

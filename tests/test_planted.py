@@ -1,4 +1,4 @@
-"""The list of planted bugs fits the code as it is. `python tests/planted.py` plants them."""
+"""The list of planted bugs fits the code as it is. `python tools/planted.py` plants them."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Plants bugs, one at a time, in a copy of the repository, and sees whether the tests catch each: `python tests/planted.py`.
+"""Plants bugs, one at a time, in a copy of the repository, and sees whether the tests catch each: `python tools/planted.py`.
 
 These are the mistakes that others have shipped with green tests, and some of our own making.
 """
@@ -1140,7 +1140,7 @@ BUGS = [
     ),
     (
         "two files of rewards with one name are one module",
-        "rewards/loading.py",
+        "flow_grpo/user_files.py",
         "os.fsencode(file.resolve())",
         "os.fsencode(file.name)",
         "tests/rewards/test_rewards.py -k postponed",

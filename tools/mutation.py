@@ -1,9 +1,9 @@
-"""Mutation run: plants small bugs by rule and counts those that the tests meant for the file catch: `python tests/mutation.py`.
+"""Mutation run: plants small bugs by rule and counts those that the tests meant for the file catch: `python tools/mutation.py`.
 
-    python tests/mutation.py --file sde --file sampling      # only these files
-    python tests/mutation.py --file sde --sample 20 --seed 1 # a random part of the mutants
-    python tests/mutation.py --id 3fa9c1d2                   # one mutant
-    python tests/mutation.py --list --file sde               # show the mutants, run nothing
+    python tools/mutation.py --file sde --file sampling      # only these files
+    python tools/mutation.py --file sde --sample 20 --seed 1 # a random part of the mutants
+    python tools/mutation.py --id 3fa9c1d2                   # one mutant
+    python tools/mutation.py --list --file sde               # show the mutants, run nothing
 
 `mutation.yaml` says which tests are meant for which file. A mutant is caught when one of them fails, or when they take too long,
 in seconds of the processor, so that a busy machine makes no difference.
@@ -596,7 +596,7 @@ HEADER = f"{'file':<28} {'mutants':>8} {'caught':>9} {'timed out':>9} {'survived
 
 def equivalents(root: Path, file: str) -> set[str]:
     """Ids of a file's mutants that no test can catch, of the lines `ID FILE REASON` of the list."""
-    known = root / "tests" / "mutation_equivalent.txt"
+    known = root / "tools" / "mutation_equivalent.txt"
     lines = known.read_text().splitlines() if known.exists() else []
     rows = [line.split(maxsplit=2) for line in lines if line.strip() and not line.startswith("#")]
     return {number for number, name, reason in rows if name == file and reason}
@@ -655,7 +655,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="show the mutants, run nothing")
     parser.add_argument("--verbose", action="store_true", help="show the mutants that are caught, too")
     parser.add_argument("--json", type=Path, help="file for the outcome of every mutant")
-    parser.add_argument("--root", type=Path, default=ROOT, help="repository, with tests/mutation.yaml")
+    parser.add_argument("--root", type=Path, default=ROOT, help="repository, with tools/mutation.yaml")
     return parser.parse_args(words)
 
 
@@ -663,7 +663,7 @@ def main(words: list[str] | None = None) -> int:
     """Exit status 1 if a file is below the goal."""
     asked = arguments(words)
     root = asked.root.resolve()
-    table = yaml.safe_load((root / "tests" / "mutation.yaml").read_text())
+    table = yaml.safe_load((root / "tools" / "mutation.yaml").read_text())
     scores, by_id = [], {}
     for file in table:
         if asked.file and Path(file).stem not in asked.file:
