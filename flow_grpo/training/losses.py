@@ -1,11 +1,12 @@
 """What both kinds of loss share: the objective as a function, and averages of what losses report.
 
-`BatchLoss` (batch_loss.py) is their interface.
+`BatchLoss` is their interface.
 """
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,37 @@ from torch import Tensor
 from flow_grpo.config.objective import Objective, is_custom
 from flow_grpo.training.custom import custom_loss
 from flow_grpo.types import RATIO_DEVIATION, Loss
+
+
+class BatchLoss(Protocol):
+    """What `PolicyUpdate` needs of a loss on the images of a training step.
+
+    `StepLoss` replays the trained transitions, `ForwardProcessLoss` adds new noise to the final latents.
+
+    Attributes:
+        count: the losses of a row, of which the update takes the mean: one for each trained step or noise level.
+        fixed_positions: whether rows must keep the chunk and position that they had in the rollout, since the loss compares with numbers
+            that were computed there, and a kernel's last bits may depend on the position.
+    """
+
+    count: int
+    fixed_positions: bool
+
+    def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
+        """Compute what the losses need of all rows of an optimizer step. The update calls it before it asks for their losses.
+
+        Args:
+            chunks: the rows (n,) and weights (n,) of each chunk; rows that only fill it up weigh 0.
+        """
+
+    def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
+        """Yield the `count` losses of `rows`. The update calls it for each chunk.
+
+        It weighs the rows and runs backward on each loss before it takes the next one, so only one graph is in memory.
+
+        Args:
+            is_real: false for rows that only fill up the chunk.
+        """
 
 
 class LossMetrics:

@@ -14,13 +14,15 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.anchors import decay_at
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies
-from flow_grpo.training.batch_loss import BatchLoss, loss_of_batch
-from flow_grpo.training.losses import LossMetrics
+from flow_grpo.training.forward_process_loss import ForwardProcessLoss
+from flow_grpo.training.losses import BatchLoss, LossMetrics
+from flow_grpo.training.noise_levels import draw_noise_levels
 from flow_grpo.training.optimizer import Optimizer
-from flow_grpo.training.step_loss import ClipRange
+from flow_grpo.training.step_loss import ClipRange, StepLoss
 from flow_grpo.types import RATIO_DEVIATION, Experience
 
 GRAD_NORM = "grad_norm"  # metric
@@ -220,3 +222,26 @@ class PolicyUpdate:
         self.mid_step = False
         mean = totals.loss / max(1, num_minibatches)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
+
+
+def loss_of_batch(
+    policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, *, step: int, clip: ClipRange
+) -> BatchLoss:
+    """The loss of a run with these settings on the images of training step `step`."""
+    if args.stepwise:
+        return StepLoss(
+            policy,
+            experience,
+            conditioning,
+            objective=args.objective,
+            clip=clip,
+        )
+    return ForwardProcessLoss(
+        policy,
+        experience,
+        conditioning,
+        objective=args.objective,
+        noise_levels=draw_noise_levels(experience, args.objective, seed=args.seed, step=step),
+        microbatch=args.microbatch,
+        several_updates=args.updates * args.epochs > 1,
+    )

@@ -20,10 +20,10 @@ from flow_grpo.policy.embedding_cache import EmbeddingCache
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.batch_loss import loss_of_batch
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss
 from flow_grpo.training.rollouts import RolloutSource
 from flow_grpo.training.step_loss import ClipRange, StepLoss
+from flow_grpo.training.update import loss_of_batch
 from flow_grpo.types import Experience
 from support import families
 
