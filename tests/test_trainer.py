@@ -869,7 +869,9 @@ def test_a_run_goes_on_in_the_dtype_in_which_it_began(tmp_path, monkeypatch, cap
     monkeypatch.setattr(devices, "bf16_speedup", lambda: 0.5)
     assert run(2, resume=True) == torch.bfloat16, "another machine"
     (tmp_path / "run" / "machine.json").write_text('{"dtype": "float12"}')
-    assert run(3, resume=True) == torch.float32
+    assert run(3, resume=True) == torch.bfloat16, "inputs.json says it too"
+    (tmp_path / "run" / "inputs.json").unlink()
+    assert run(4, resume=True) == torch.float32
 
 
 def test_a_run_says_what_it_trains_where(tmp_path, capsys):

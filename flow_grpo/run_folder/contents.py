@@ -1,6 +1,6 @@
 """Models of the JSON files of a run folder. A reader ignores a file that does not match its model, damaged or edited."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -84,7 +84,7 @@ class MachineContent(Content):
     device: str | None = None
     cores: int | None = None
     processes: int = 1
-    dtype: Annotated[str, Field(pattern=r"^\w+$")] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     python: str | None = None
     torch: str | None = None
     flow_grpo: str | None = None

@@ -20,7 +20,7 @@ from flow_grpo.policy.device_speed import device_name
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics, rewind
-from flow_grpo.run_folder.reader import inputs_of, machine_of
+from flow_grpo.run_folder.reader import dtype_of, inputs_of
 from flow_grpo.run_folder.samples import delete_images_after
 
 OF_A_POLICY = ("height", "width", "guidance")  # flow-grpo 0.4 did not write down those of a policy that was given
@@ -153,7 +153,7 @@ def check_unchanged(args: FlowGRPOConfig, inputs: dict[str, str], info: Callable
         FlowGRPOError: a setting has changed that is not in `config.resume.RESUMABLE`, or a content.
     """
     folder = Path(args.output_dir)
-    file, begun, dtype = folder / layout.CONFIG, inputs_of(folder), machine_of(folder).get("dtype")
+    file, begun, dtype = folder / layout.CONFIG, inputs_of(folder), dtype_of(folder)
     if not begun:
         info(f"{folder} has no {layout.INPUTS}: changes of its prompts, weights and code since it was begun are not seen.")
     found = changes(

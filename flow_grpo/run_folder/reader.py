@@ -163,6 +163,11 @@ def inputs_of(folder: Path) -> dict[str, str]:
     return _read(folder / layout.INPUTS, InputsContent).get("digests", {})
 
 
+def dtype_of(folder: Path) -> str | None:
+    """The dtype in which a run began, such as bfloat16; None if neither inputs.json nor, as of flow-grpo 0.4, machine.json says it."""
+    return inputs_of(folder).get("dtype", machine_of(folder).get("dtype"))
+
+
 def value_of(evaluation: dict[str, Any], metric: str, index: int) -> float:
     """A metric of the held-out prompt with that index; NaN if that evaluation did not measure it."""
     values = evaluation["values"].get(metric, [])

@@ -15,7 +15,7 @@ from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.trainable import add_trainable_weights
-from flow_grpo.run_folder.reader import machine_of
+from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.training.anchors import add_references
 
 
@@ -60,7 +60,7 @@ def run_dtype(args: FlowGRPOConfig, processes: Processes) -> str:
     names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
     def local_dtype() -> str:
-        begun = machine_of(Path(args.output_dir)).get("dtype")
+        begun = dtype_of(Path(args.output_dir))
         return begun if begun in names else str(default_dtype(usable_device(processes.device))).removeprefix("torch.")
 
     return names[processes.gather_or_raise(local_dtype)[0]]
