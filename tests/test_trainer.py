@@ -21,6 +21,7 @@ from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.policy import devices
+from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
@@ -59,6 +60,13 @@ def weights(policy, adapter="default"):
 
 def averaged(policy):
     return torch.cat([policy.ema.average[name].flatten() for name in policy.trainable_parameters()]).clone()
+
+
+def written(policy):
+    """The averaged LoRA as a file has it: alpha / rank is a factor of lora_B."""
+    config = policy.lora.transformer.peft_config[TRAINED]
+    factors = {name: config.lora_alpha / config.r if "lora_B" in name else 1 for name in policy.trainable_parameters()}
+    return torch.cat([(policy.ema.average[name] * factor).flatten() for name, factor in factors.items()])
 
 
 def numbers(metrics):
@@ -515,7 +523,7 @@ def test_it_is_the_moving_average_that_is_evaluated_and_saved(tmp_path):
     assert torch.equal(weights(trainer.policy), now), "training goes on from where it was"
     file = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
     kept = torch.cat([v.flatten() for v in file.values()])
-    assert sorted(kept.tolist()) == pytest.approx(sorted(mean.tolist()))
+    assert sorted(kept.tolist()) == pytest.approx(sorted(written(trainer.policy).tolist()))
 
 
 def test_sixteen_prompts_are_shown_before_and_after_and_drawn_twice(tmp_path):
@@ -545,7 +553,7 @@ def test_the_weights_of_the_best_evaluation_are_kept_as_they_were_drawn(tmp_path
 
     def scripted(microbatch):
         evaluation = evaluated(microbatch)
-        averages[trainer.step] = averaged(trainer.policy)
+        averages[trainer.step] = written(trainer.policy)
         values = torch.tensor([[0.1, 0.9, 0.4, 0.2][trainer.step]] * 3)
         return type(evaluation)(**{**vars(evaluation), "values": {"reward": values, "bright": values}})
 

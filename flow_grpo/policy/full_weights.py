@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
@@ -43,7 +42,7 @@ class FullWeights:
     """
 
     def __init__(self, transformer: Any) -> None:
-        if not isinstance(transformer, ModelMixin):
+        if not hasattr(transformer, "save_pretrained"):
             raise FlowGRPOError(
                 f"lora=null trains all weights, and {type(transformer).__name__} is no ModelMixin of diffusers, which could save "
                 "them: set lora, or make it one."

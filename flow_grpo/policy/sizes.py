@@ -21,7 +21,7 @@ def check_size(model: FlowPipeline, setting: str, height: int | None, width: int
         x = torch.zeros(1, *shape)
         model.velocity(x, schedule.timesteps[0], model.encode(model.probe_prompts[:1]), row)
         size = model.decode(x).shape[-2:]
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, FlowGRPOError):  # the latter says what the pipeline can't be called with
         raise
     except Exception as error:  # each pipeline has its own
         raise FlowGRPOError(f"{setting}: {name} can't generate {height} x {width} pixels: {first_line(error)}") from error

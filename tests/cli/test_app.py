@@ -45,7 +45,7 @@ def test_the_version_is_the_packages(tmp_path):
             "there is no LoRA at runs/shorrt. Did you mean runs/short? Give a folder",
         ),
         (["score", "missing.png"], "there is no image or folder"),
-        (["score", "short.yaml"], "short.yaml is not an image: give a PNG, JPEG or WebP file."),
+        (["score", "short.yaml"], "short.yaml is not an image: give a PNG, JPEG, WEBP, BMP, GIF, TIFF or AVIF file."),
         (["eval", "runs"], "not a run folder"),
         (["compare", "short.yaml", "--stop"], "--stop ends a run at its target, and none is given: add --target VALUE."),
         (["compare", "short.yaml", "--budget", "soon"], "--budget soon is none of 120s, 20m or images=5000"),

@@ -168,7 +168,7 @@ def test_what_is_neither_a_file_nor_a_data_set_is_a_clear_error(tmp_path, monkey
             load_prompts(words)
     blocked = tmp_path / "blocked.txt"
     blocked.write_text("a")
-    monkeypatch.setattr(Path, "read_bytes", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(Path, "open", lambda *a, **k: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
     with pytest.raises(ValueError, match=r"blocked\.txt could not be read: Permission denied\."):
         load_prompts(blocked)
 

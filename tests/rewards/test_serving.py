@@ -535,7 +535,7 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
         threading.Thread(target=accepting, args=[listening, handle], daemon=True).start()
         url, good = f"http://127.0.0.1:{listening.getsockname()[1]}", Scripted([1.0])
         there = Remote(good.url, "stub", timeout=0.4, attempts=2)
-        there.urls = [url]
+        there.urls, there._stated = [url], {url: there._stated[good.url]}
         images = torch.zeros(1, 3, 1000, 1000)  # more than a connection holds that nobody reads
         with pytest.raises(ValueError, match=f"in 2 attempts, lastly: .*{reason}"):
             there(images, ["a"])
@@ -598,6 +598,7 @@ def test_a_server_that_never_answers_is_given_up_after_its_time():
         silent_url, good = f"http://127.0.0.1:{silent.getsockname()[1]}", Scripted([1.0])
         there = Remote([good.url, good.url], "stub", batch_size=1, timeout=0.3, attempts=1)
         there.urls[1] = silent_url
+        there._stated[silent_url] = there._stated[good.url]
         assert there(pictures(4), list("abcd")).tolist() == [1.0] * 4
         good.close()
 

@@ -158,7 +158,7 @@ def reward(images, prompts):
 
 def test_a_served_reward_that_exits_leaves_its_server_alive(folder):
     loaded = {"exits": rewards.load("exits.py:at_once"), "fine": lambda images, prompts: [1.0] * len(prompts)}
-    client = TestClient(server.application(loaded, None, server.Limits()))
+    client = TestClient(server.application(loaded, None, server.Limits()), base_url="http://localhost")
 
     def ask(name: str):
         return client.post("/score", **encode(IMAGES, {"reward": name, "prompts": PROMPTS, "metadata": {}}, "float"))

@@ -7,6 +7,11 @@ import pytest
 import torch
 
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
+
+
+def no_number() -> int:
+    raise FlowGRPOError("no number")
 
 
 def add_up_gradients() -> None:
@@ -22,8 +27,8 @@ def add_up_gradients() -> None:
     assert other.grad.tolist() == [[1, 1], [1, 1]]
     assert processes.all_gather(processes.rank) == [0, 1]
     assert processes.any(processes.rank == 1)
-    with pytest.raises(ValueError, match="invalid literal"):
-        processes.gather_or_raise(lambda: int("x") if processes.rank else 0)
+    with pytest.raises(ValueError, match="no number"):
+        processes.gather_or_raise(lambda: no_number() if processes.rank else 0)
     processes.destroy()
 
 
