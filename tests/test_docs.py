@@ -36,7 +36,8 @@ from flow_grpo.sde import TRANSITIONS
 from flow_grpo.training.rewards import reason_not_to_call
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if path.name != "log.md")]
+LOG = ROOT / "dev/LOG.md"  # its commands are of their day, so it is not among the pages
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GENERATED = {"schema.json"}  # when the site is built
 
 
@@ -52,11 +53,23 @@ def commands() -> list[str]:
     return list(dict.fromkeys(part for part in parts if part.startswith("flow-grpo")))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=lambda page: page.stem)
 def test_every_link_to_a_file_leads_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert set(missing) <= GENERATED
+
+
+def test_log_entries_are_newest_first_and_links_between_them_hit():
+    headings = re.findall(r"^## (.*)", LOG.read_text(), re.MULTILINE)
+    form = re.compile(r"\d{4}-\d\d-\d\d: .+\? .+")  # date, question, answer
+    assert [heading for heading in headings if not form.fullmatch(heading)] == []
+    days = [heading[:10] for heading in headings]
+    assert days == sorted(days, reverse=True)
+    anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]  # as on GitHub
+    assert len(set(anchors)) == len(anchors)
+    links = {page: re.findall(r"\]\((?:\.\./dev/LOG\.md)?#(\d{4}[^)]*)\)", page.read_text()) for page in [*PAGES, LOG]}
+    assert {(page.name, link) for page in links for link in links[page] if link not in anchors} == set()
 
 
 def test_a_formula_at_the_beginning_of_a_line_stays_in_its_paragraph(monkeypatch):

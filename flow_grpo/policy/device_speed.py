@@ -81,7 +81,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 def bf16_speedup() -> float:
     """How many times as fast this CPU is in bf16 as in fp32, at a transformer's layer forwards and backwards; 0 if it has no bf16.
 
-    It depends on the CPU: with AVX-512 bf16 one was four times as fast and another half as fast (docs/log.md). It is measured once on
+    It depends on the CPU: with AVX-512 bf16 one was four times as fast and another half as fast (dev/LOG.md). It is measured once on
     a machine and kept in `CACHE`, so that every run there takes the same dtype.
     """
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
