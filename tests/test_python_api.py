@@ -1,5 +1,6 @@
 """The trainer from Python: callbacks, what it saves and shares, and what it prints."""
 
+import asyncio
 import importlib
 import json
 import os
@@ -350,3 +351,40 @@ def test_a_local_function_may_not_have_the_name_of_an_included_reward(tmp_path):
     with pytest.raises(ValueError, match="ocr is an included reward: give it another name"):
         from_functions(tmp_path / "run", ocr)
     assert "<lambda>" in from_functions(tmp_path / "run", lambda images, prompts: images.mean((1, 2, 3))).args.rewards
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_in_a_notebooks_loop_has_rewards_with_loops_of_their_own(tmp_path):
+    def asks(images, prompts):
+        async def mean(image):
+            await asyncio.sleep(0)
+            return float(image.mean())
+
+        async def means():
+            return await asyncio.gather(*[mean(image) for image in images])
+
+        return asyncio.run(means())
+
+    async def cell():
+        return from_functions(tmp_path / "run", [asks, jpeg_size]).train()
+
+    asyncio.run(cell())
+    rows = read_metrics(tmp_path / "run")
+    assert 0 < next(row["rewards/asks/mean"] for row in rows if "rewards/asks/mean" in row) < 1
+
+
+@pytest.mark.usefixtures("no_report")
+def test_paths_have_spaces_quotes_brackets_and_any_letters(tmp_path):
+    folder = tmp_path / 'it\'s [1] "w\u00f6rter", \u65e5\u672c {x}'
+    folder.mkdir()
+    (folder / "my prompts, 1.txt").write_text("a cat\na dog\na sun\n")
+    (folder / "my reward (1).py").write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    reward = f"{folder / 'my reward (1).py'}:redness"
+    args = small.settings(
+        steps=1, prompts=str(folder / "my prompts, 1.txt"), rewards={reward: 1.0}, output_dir=str(folder / "r u n"),
+        evaluation={"prompts": None},
+    )  # fmt: skip
+    small.trainer(args).train()
+    recorded = FlowGRPOConfig.from_yaml(folder / "r u n" / layout.CONFIG)
+    assert (recorded.prompts, list(recorded.rewards)) == (args.prompts, [reward])
+    assert (folder / "r u n" / "lora" / WEIGHTS).is_file()

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import sys
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,6 +99,7 @@ class Remote:
         if not timeout > 0 or attempts < 1 or batch_size < 1:
             raise FlowGRPOError("remote: timeout, attempts and batch_size must be positive.")
         self._stated: dict[str, _Stated] = {}
+        self._left_out: set[str] = set()  # columns that the user was told of
         failures = self.client.run(gather([self._failure(url) for url in self.urls]))
         self.down = {url: failure for url, failure in zip(self.urls, failures, strict=True) if failure}
         if len(self.down) == len(set(self.urls)):
@@ -152,13 +154,12 @@ class Remote:
                 )
             while todo:
                 rows, read = todo.popleft(), self._stated[url].columns
+                sent = self._sendable(columns) if read is None else {k: v for k, v in columns.items() if k in read}
                 reads_sources = read is None or SOURCE in read or SOURCES in read
                 request = {
                     "reward": self.reward,
                     "prompts": [prompts[i] for i in rows],
-                    "metadata": {
-                        name: [column[i] for i in rows] for name, column in columns.items() if read is None or name in read
-                    },
+                    "metadata": {name: [column[i] for i in rows] for name, column in sent.items()},
                     **(
                         {"sources": pack_sources([sources[i] for i in rows])}
                         if sources is not None and reads_sources
@@ -181,6 +182,18 @@ class Remote:
             succeeded = await gather([work(url) for url in remaining])
             remaining = [url for url, success in zip(remaining, succeeded, strict=True) if success]
         return values
+
+    def _sendable(self, columns: dict[str, list]) -> dict[str, list]:
+        """The columns for a reward that takes any, without those that JSON can't hold: a warning names each once."""
+        without = [name for name, column in columns.items() if not _is_json(column)]
+        new = sorted(set(without) - self._left_out)
+        self._left_out.update(new)
+        if new and os.environ.get("RANK", "0") == "0":
+            words = f"the prompts' columns {', '.join(new)}, which JSON can't hold"
+            print(
+                f"warning: {self.reward or 'remote'} runs in another process without {words}.", file=sys.stderr, flush=True
+            )
+        return {name: column for name, column in columns.items() if name not in without}
 
     async def _score(self, url: str, images: Tensor, request: dict[str, Any]) -> Tensor:
         def read(response: httpx.Response) -> Tensor:
@@ -279,8 +292,7 @@ def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, 
     except TypeError as error:
         columns = [name for name, column in request["metadata"].items() if not _is_json(column)]
         raise FlowGRPOError(
-            f"the column {' and '.join(columns)} of the prompts can't be sent to another process ({error}): name as parameters of the "
-            "reward the columns that it reads, or write this one as text."
+            f"the prompts' column {' and '.join(columns)} can't be sent to another process ({error}): write it as text."
         ) from error
     if encoding == "float":
         tensors["images"] = images.detach().float().cpu().contiguous()

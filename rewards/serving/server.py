@@ -61,7 +61,7 @@ def serve(
     """Serve rewards until the process is stopped. `ready` is called with the URL, with port 0 that of the port the system chose.
 
     Raises:
-        FlowGRPOError: other machines could reach it without a token, or the token can't be sent in a header.
+        FlowGRPOError: other machines could reach it without a token, the token can't be sent in a header, or host and port can't be used.
     """
     if not token and not _is_loopback(host):
         raise FlowGRPOError(
@@ -70,7 +70,12 @@ def serve(
     if token and not (token.isascii() and token.isprintable() and " " not in token):
         raise FlowGRPOError("the token can't be sent in a header: give --token ASCII characters without spaces.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, port), family=family) as listening:
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        raise FlowGRPOError(f"port {port} of {host} can't be used: {reason}. Give another --port or --host.") from error
+    with listening:
         config = uvicorn.Config(
             application(rewards, token or None, limits),
             log_level="warning",

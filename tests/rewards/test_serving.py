@@ -35,6 +35,7 @@ from support.run_contents import MEASURED
 from flow_grpo import FlowGRPOTrainer, rewards
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.frames import frames_of
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.rewards.judge import Judge
@@ -291,6 +292,19 @@ def test_a_token_that_no_header_can_hold_is_refused():
     for token in ("two words", "\n", "pässe"):
         with pytest.raises(ValueError, match="can't be sent"):
             serve({}, "127.0.0.1", 0, token, Limits(), print)
+
+
+def test_a_port_or_an_address_that_can_not_be_used_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            FlowGRPOError, match=rf"^port {port} of 127\.0\.0\.1 can't be used: Address already in use\. Give"
+        ):
+            serve({}, "127.0.0.1", port, None, Limits(), print)
+    with pytest.raises(
+        FlowGRPOError, match=r"^port 8000 of 192\.0\.2\.1 can't be used: Cannot assign requested address\. Give"
+    ):
+        serve({}, "192.0.2.1", 8000, TOKEN, Limits(), print)
 
 
 def test_whatever_arrives_is_an_answer_or_refused():
@@ -661,9 +675,10 @@ def test_credentials_of_an_address_are_sent(monkeypatch):
     assert seen == [f"Basic {base64.b64encode(b'me:pa55').decode()}", None]
 
 
-def test_only_the_columns_that_a_reward_reads_are_sent(tmp_path):
+def test_only_columns_that_a_reward_reads_and_json_can_hold_are_sent(tmp_path, capfd):
     text = (
         "def one(images, prompts, word):\n    return [len(w) for w in word]\n\n"
+        "def two(images, prompts, picture):\n    return [len(p) for p in picture]\n\n"
         "def every(images, prompts, metadata):\n    return [len(row) for row in metadata]\n"
     )
     (tmp_path / "mine.py").write_text(text)
@@ -672,7 +687,11 @@ def test_only_the_columns_that_a_reward_reads_are_sent(tmp_path):
     assert rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable).tolist() == [1, 2]
     isolated = Isolated(f"{tmp_path / 'mine.py'}:every")
     assert rewards.score("mine", isolated, pictures(2), ["a", "b"], word=["A", "BC"]).tolist() == [1, 1]
-    with pytest.raises(ValueError, match=r"the column picture of the prompts can't be sent to another process \(.*bytes"):
+    for _ in range(2):
+        assert rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable).tolist() == [1, 1]
+    assert capfd.readouterr().err.count("without the prompts' columns picture, which JSON can't hold") == 1
+    isolated = Isolated(f"{tmp_path / 'mine.py'}:two")
+    with pytest.raises(ValueError, match=r"the prompts' column picture can't be sent to another process \(.*bytes"):
         rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable)
 
 
