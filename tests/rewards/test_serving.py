@@ -678,7 +678,6 @@ def test_credentials_of_an_address_are_sent(monkeypatch):
 def test_only_columns_that_a_reward_reads_and_json_can_hold_are_sent(tmp_path, capfd):
     text = (
         "def one(images, prompts, word):\n    return [len(w) for w in word]\n\n"
-        "def two(images, prompts, picture):\n    return [len(p) for p in picture]\n\n"
         "def every(images, prompts, metadata):\n    return [len(row) for row in metadata]\n"
     )
     (tmp_path / "mine.py").write_text(text)
@@ -690,9 +689,8 @@ def test_only_columns_that_a_reward_reads_and_json_can_hold_are_sent(tmp_path, c
     for _ in range(2):
         assert rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable).tolist() == [1, 1]
     assert capfd.readouterr().err.count("without the prompts' columns picture, which JSON can't hold") == 1
-    isolated = Isolated(f"{tmp_path / 'mine.py'}:two")
-    with pytest.raises(ValueError, match=r"the prompts' column picture can't be sent to another process \(.*bytes"):
-        rewards.score("mine", isolated, pictures(2), ["a", "b"], **unsendable)
+    with pytest.raises(FlowGRPOError, match=r"the prompts' column picture can't be sent to another process \(.*bytes"):
+        encode(pictures(2), {"metadata": unsendable}, "float")  # a column that the reward names
 
 
 # -- isolated -----------------------------------------------------------------------------------------------------------
