@@ -201,6 +201,18 @@ def inside(folder: Path, name: object, named_by: str | None = None) -> Path:
     return folder / name
 
 
+def check_regular(file: Path, name: str, max_bytes: int) -> None:
+    """FlowGRPOError if a path is no regular file, such as a device or a pipe, which may never end, or if it is too large."""
+    try:
+        found = file.stat()
+    except (OSError, ValueError) as error:
+        raise FlowGRPOError(f"{name} could not be read: {getattr(error, 'strerror', None) or error}.") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise FlowGRPOError(f"{name} is not a regular file: give a file on disk.")
+    if found.st_size > max_bytes:
+        raise FlowGRPOError(f"{name} has {found.st_size >> 20:,} MB; at most {max_bytes >> 20:,} MB are read.")
+
+
 def remove(path: Path) -> None:
     """Delete a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.data.prompts import Prompts
 from flow_grpo.evaluation.evaluator import Evaluator
 from flow_grpo.report import page
 from flow_grpo.run_folder import opening
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.interrupt import Interrupted, handle_signals
-from flow_grpo.training.setup import Prompts, build_run, run_headline
+from flow_grpo.training.setup import build_run, run_headline
 from flow_grpo.training.stages import Stage
 from flow_grpo.training.state import RunState
 from flow_grpo.types import Evaluation
@@ -27,7 +28,8 @@ class FlowGRPOTrainer:
         reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`. The settings of a name
             in `args.rewards`, such as its weight, are used; the run's config then has these rewards in place of `args.rewards`.
         args: the run's settings.
-        train_dataset: prompts: a `PromptSet`, a list of strings or a file; by default `args.prompts`.
+        train_dataset: prompts: a file, folder or data set by name, a `PromptSet`, or a `datasets.Dataset`, list, generator or another
+            iterable of texts or of dicts by column, which are metadata for rewards; by default `args.prompts`.
         eval_dataset: held-out prompts, likewise; by default `args.evaluation.prompts`.
         callbacks: objects with methods such as `on_step_end`, see flow_grpo/training/callbacks.py; a `transformers.TrainerCallback` is one.
 
@@ -48,7 +50,7 @@ class FlowGRPOTrainer:
         self.args, self.policy, self.processes = run.args, run.policy, run.processes
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
-        self.train_source, self.prompt_overlaps = run.train_source, run.prompt_overlaps
+        self.train_source, self.prompt_warnings = run.train_source, run.prompt_warnings
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes, self.eval_set is not None)
         self.folder = Path(self.args.output_dir)
         self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
@@ -188,7 +190,9 @@ class FlowGRPOTrainer:
         self.evaluator.start_recording(tracker.info)
         tracker.open_services(self.args)
         tracker.info(run_headline(self.args, self.policy))
-        for sentence in self.prompt_overlaps:
+        for note in dict.fromkeys([*self.train_set.notes, *(self.eval_set.notes if self.eval_set else ())]):
+            tracker.info(note)
+        for sentence in self.prompt_warnings:
             tracker.warn(0, sentence)
 
     def _evaluate(self, tracker: Tracker, requested: bool = False) -> None:

@@ -77,7 +77,9 @@ def read_prompts(prompts: str | None, prompt: str | None) -> "PromptSet | str | 
     if prompts is None:
         return prompt
     try:
-        return load_prompts(prompts)
+        loaded = load_prompts(prompts)
+        say_notes(loaded)
+        return loaded
     except ValueError as error:
         if "/" in prompts or Path(prompts).suffix:
             raise
@@ -95,6 +97,14 @@ def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | I
             return image_sets.read(path)
     prompt_source = read_prompts(source, prompt)
     return load_prompts([prompt_source]) if isinstance(prompt_source, str) else prompt_source
+
+
+def say_notes(prompts: "PromptSet") -> None:
+    """Print how prompts were read, and what in them may not be meant as it is read."""
+    from flow_grpo.data.prompt_syntax import syntax_warnings
+
+    for line in (*prompts.notes, *(f"warning: {sentence}" for sentence in syntax_warnings(prompts.prompts))):
+        say(line)
 
 
 def prompt_set_of(prompt_source: "PromptSet | ImageRecords | None") -> "PromptSet | None":

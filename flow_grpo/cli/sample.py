@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flow_grpo.cli.console import say, without_library_messages
+from flow_grpo.cli.image_options import say_notes
 from flow_grpo.cli.options import Trust, config_for_weights, new_folder
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import finish_files, new_files
@@ -43,7 +44,9 @@ Width = Annotated[int | None, typer.Option(min=1, help="Width in pixels, likewis
 
 
 def sample(
-    prompts: Annotated[list[str], typer.Argument(help="Prompts, or files of prompts (.txt, .jsonl, .csv, .parquet).")],
+    prompts: Annotated[
+        list[str], typer.Argument(help="Prompts, or files and folders of prompts (.txt, .json, .jsonl, .csv, .parquet).")
+    ],
     image: Sources = None,
     model: Annotated[
         str | None,
@@ -116,11 +119,12 @@ def sample(
 
 
 def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
-    """The prompts, of which each word is one with these images, or a file of several."""
-    from flow_grpo.data.prompts import is_prompt_file, load_prompts
+    """The prompts, of which each word is one with these images, or a file or folder of several."""
+    from flow_grpo.data.prompt_sources import names_a_path
+    from flow_grpo.data.prompts import load_prompts
     from flow_grpo.image_prompt import SourceImage, with_images
 
-    files = [word for word in words if is_prompt_file(word)]
+    files = [word for word in words if names_a_path(word)]
     if files and images:
         raise FlowGRPOError(f"--image belongs to prompts that are given as text: {files[0]} may have a column `image`.")
     sources = [SourceImage.read(file, str(file)) for file in images]
@@ -131,9 +135,15 @@ def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
             f"{len(words)} prompts were given, some of one word: put quotes around a prompt of several words, as in "
             f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
         )
-    return [
-        text for word in words for text in (load_prompts(word).prompts if word in files else [with_images(word, sources)])
-    ]
+    prompts: list[str] = []
+    for word in words:
+        if word not in files:
+            prompts.append(with_images(word, sources))
+            continue
+        loaded = load_prompts(word)
+        say_notes(loaded)
+        prompts += loaded.prompts
+    return prompts
 
 
 @without_library_messages

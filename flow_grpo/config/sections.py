@@ -219,6 +219,7 @@ def _read_prompt_sets(value: Any) -> Any:
     return sets
 
 
+FROM_PYTHON = "(given from Python)"  # in a run's config, instead of prompts that were given in memory
 Prompts = Annotated[PathText | list[PromptSetConfig] | None, BeforeValidator(_read_prompt_sets)]
 
 

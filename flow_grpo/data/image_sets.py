@@ -18,7 +18,8 @@ from flow_grpo.data.image_folders import FoundImage, caption_of, find_images, le
 from flow_grpo.data.parameters import FIELD, prompt_of
 from flow_grpo.data.prompt_files import read_table
 from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
-from flow_grpo.data.prompts import FILE_NAME, FOLDER_FILES, PromptSet
+from flow_grpo.data.prompt_sources import FILE_NAME, folder_file, text_files
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.image_files import SUFFIXES
@@ -264,10 +265,10 @@ def _cell_labels(file: Path, count: int) -> list[str]:
 
 
 def is_prompt_folder(path: Path) -> bool:
-    """Whether a folder has prompts with their images, and not results: a metadata.jsonl or .csv without the column `seed`."""
-    manifest = next((path / name for name in FOLDER_FILES if (path / name).is_file()), None)
+    """Whether a folder has prompts, and not results: a metadata.jsonl or .csv without the column `seed`, or texts and no images."""
+    manifest = folder_file(path)
     if manifest is None:
-        return False
+        return bool(text_files(path)) and not any(file.suffix.lower() in SUFFIXES for file in path.iterdir())
     columns = read_table(manifest, str(manifest), manifest.suffix.lower()).columns
     return FILE_NAME in columns and "seed" not in columns
 

@@ -11,10 +11,18 @@ from typing import Any
 
 from flow_grpo.config.loading import read_text
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import check_regular
 
 COLUMNS = ("prompt", "prompts")  # names of the prompt column, upper or lower case
+OTHER_COLUMNS = (  # names that it has in published sets, one of which is taken if a table has no `prompt`
+    *("caption", "captions", "text", "texts", "description"),
+    *("prompt_en", "prompt_cn", "prompt_zh", "en_prompt", "prompt_text", "text_prompt"),
+)
+ID = "id"  # the column of the keys of a JSON object by id
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 MAX_BYTES = 1 << 30  # of a file of text
+MAX_PARQUET_BYTES = 2 << 30  # of a file, and an eighth of what it may need in memory
+MAX_ROWS = 10_000_000
 WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 LEADING_ZERO = re.compile(r"[+-]?0\d.*")  # 007 is a text
@@ -23,11 +31,40 @@ BOOLEANS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a file, each with a value for every column, and the location of each row, such as `line 3`, for errors."""
+    """The rows of a file or data set, each with a value for every column.
+
+    Attributes:
+        locations: of each row, such as `line 3`, for errors.
+        folder: to which paths of images are relative; None if there is none, as for a file at an address.
+        stay_inside: whether paths of images must stay within that folder, since the table may be a stranger's.
+        image_column: the column with the paths of images, where it has not its usual name.
+        notes: sentences for the user on what was left out.
+    """
 
     columns: list[str]
     rows: list[dict[str, Any]]
     locations: list[str]
+    folder: Path | None = None
+    stay_inside: bool = True
+    image_column: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def prompt_columns(columns: list[str]) -> list[str]:
+    """Those of the columns that may hold the prompts: one of `COLUMNS`, or else all of `OTHER_COLUMNS` that there are."""
+    exact = [column for wanted in COLUMNS for column in columns if column.lower() == wanted]
+    return exact[:1] or [column for column in columns if column.lower() in OTHER_COLUMNS]
+
+
+def table_of_texts(texts: list[str], locations: list[str]) -> Table:
+    """A table with the column `prompt` alone."""
+    return Table([COLUMNS[0]], [{COLUMNS[0]: text} for text in texts], locations)
+
+
+def table_of_rows(rows: list[dict[str, Any]], locations: list[str]) -> Table:
+    """A table of rows that may lack columns, which are None there."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return Table(columns, [{key: row.get(key) for key in columns} for row in rows], locations)
 
 
 def read_table(file: Path, name: str, suffix: str) -> Table:
@@ -38,18 +75,20 @@ def read_table(file: Path, name: str, suffix: str) -> Table:
         suffix: one of `SUFFIXES`, which decides the format.
 
     Raises:
-        FlowGRPOError: the file can't be read, or one of its lines is invalid; names the line.
+        FlowGRPOError: the file can't be read, is no regular file or too large, or one of its lines is invalid; names the line.
     """
-    if suffix == ".parquet":
-        return _parquet_table(file, name)
     if suffix not in SUFFIXES:
         raise FlowGRPOError(f"{name} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
+    check_regular(file, name, MAX_PARQUET_BYTES if suffix == ".parquet" else MAX_BYTES)
+    if suffix == ".parquet":
+        return _parquet_table(file, name)
     text = read_text(file, MAX_BYTES)
     if suffix == ".txt":
-        return _table_from_rows((f"line {n}", {COLUMNS[0]: line}) for n, line in _lines(text))
+        numbered = list(_lines(text))
+        return table_of_texts([line for _, line in numbered], [f"line {number}" for number, _ in numbered])
     if suffix in (".csv", ".tsv"):
         return _csv_table(text, name, tabs=suffix == ".tsv")
-    return _table_from_rows(_json_rows(text, name))
+    return _json_table(text, name, suffix)
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -59,23 +98,53 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _table_from_rows(rows: Iterator[tuple[str, dict[str, Any]]]) -> Table:
-    listed = list(rows)
-    columns = list(dict.fromkeys(key for _, row in listed for key in row))
-    filled = [{key: row.get(key) for key in columns} for _, row in listed]
-    return Table(columns, filled, [location for location, _ in listed])
+def _json_table(text: str, name: str, suffix: str) -> Table:
+    """The texts or objects of JSON lines, of a JSON list, or of a JSON object by id."""
+    entries = _json_entries(text, name, suffix)
+    locations = [location for location, _ in entries]
+    if entries and all(isinstance(entry, str) for _, entry in entries):
+        return table_of_texts([entry for _, entry in entries], locations)
+    wrong = next(((location, entry) for location, entry in entries if not isinstance(entry, dict)), None)
+    if wrong is not None:
+        raise FlowGRPOError(
+            f'{name}, {wrong[0]}: give an object such as {{"prompt": "a red fox"}}, not {_short(wrong[1])}; or all texts.'
+        )
+    return table_of_rows([entry for _, entry in entries], locations)
 
 
-def _json_rows(text: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of JSON lines or of a JSON list, each with its location."""
-    if text.lstrip().startswith("["):
-        entries = [(f"entry {n}", row) for n, row in enumerate(_parse_json(text, name), 1)]
-    else:
-        entries = [(f"line {n}", _parse_json(line, f"{name}, line {n}")) for n, line in _lines(text)]
-    for location, row in entries:
-        if not isinstance(row, dict):
-            raise FlowGRPOError(f'{name}, {location}: give an object such as {{"prompt": "a red fox"}}, not {_short(row)}.')
-        yield location, row
+def _json_entries(text: str, name: str, suffix: str) -> list[tuple[str, Any]]:
+    """Each entry with its location."""
+    start = text.lstrip()[:1]
+    if start == "[":
+        return [(f"entry {number}", entry) for number, entry in enumerate(_parse_json(text, name), 1)]
+    if start == "{" and suffix == ".json" and (whole := _single_object(text, name)) is not None:
+        return _entries_by_id(whole, name)
+    return [(f"line {number}", _parse_json(line, f"{name}, line {number}")) for number, line in _lines(text)]
+
+
+def _single_object(text: str, name: str) -> dict[str, Any] | None:
+    """The object that a .json file is; None if it has objects line by line."""
+    numbered = list(_lines(text))
+    try:
+        _parse_json(numbered[0][1], name)
+    except FlowGRPOError:
+        return _parse_json(text, name)  # an object over several lines
+    return _parse_json(text, name) if len(numbered) == 1 else None
+
+
+def _entries_by_id(whole: dict[str, Any], name: str) -> list[tuple[str, Any]]:
+    """The entries of an object by id, each with its id as metadata; the object itself if it is a single row."""
+    if any(isinstance(whole[column], str) for column in prompt_columns(list(whole))):
+        return [("line 1", whole)]
+    values = list(whole.values())
+    if values and all(isinstance(value, str) for value in values):
+        return [(f"entry {key!r}", {ID: key, COLUMNS[0]: value}) for key, value in whole.items()]
+    if not all(isinstance(value, dict) for value in values):
+        keys = ", ".join(map(str, whole))
+        raise FlowGRPOError(
+            f"{name} is one object with the keys {keys[:120]}: give a list of prompts, or an object of prompts by id."
+        )
+    return [(f"entry {key!r}", {ID: key, **value}) for key, value in whole.items()]
 
 
 def _parse_json(text: str, where: str) -> Any:
@@ -94,7 +163,8 @@ def _parse_json(text: str, where: str) -> Any:
 
 def _csv_table(text: str, name: str, tabs: bool) -> Table:
     """The rows of a CSV file whose first line has the column names; with `tabs` it is separated by tabs and has no quotes."""
-    numbered = list(_csv_rows(text, name, tabs))
+    delimiter = "\t" if tabs else _delimiter(text)
+    numbered = list(_csv_rows(text, name, delimiter, quotes=not tabs))
     if not numbered:
         return Table([], [], [])
     (_, header), *body = numbered
@@ -102,25 +172,33 @@ def _csv_table(text: str, name: str, tabs: bool) -> Table:
     _check_unique(columns, name)
     for number, cells in body:
         if any(cells[len(columns) :]):
+            separator = {"\t": "tabs", ";": "semicolons"}.get(delimiter, "commas")
             raise FlowGRPOError(
                 f"{name}, line {number}: it has {len(cells)} cells under {len(columns)} column names; put a text with "
-                f"{'tabs' if tabs else 'commas'} in double quotes{', in a .csv file' if tabs else ''}."
+                f"{separator} in double quotes{', in a .csv file' if tabs else ''}."
             )
-    values = {}
+    texts, values = prompt_columns(columns), {}
     for i, column in enumerate(columns):
         if column:  # the column of an index has no name
             cells = [row[i] if i < len(row) else "" for _, row in body]
-            values[column] = cells if column.lower() in COLUMNS else _convert_column(cells)
+            values[column] = cells if column in texts else _convert_column(cells)
     rows = [{column: cells[i] for column, cells in values.items()} for i in range(len(body))]
     return Table(list(values), rows, [f"line {number}" for number, _ in body])
 
 
-def _csv_rows(text: str, name: str, tabs: bool) -> Iterator[tuple[int, list[str]]]:
+def _delimiter(text: str) -> str:
+    """The separator of a .csv file: of comma, semicolon and tab the first that separates a prompt column in its first line."""
+    header = next((line for _, line in _lines(text)), "")
+    names = {mark: [cell.strip(' "') for cell in header.split(mark)] for mark in ",;\t"}
+    return next((mark for mark, cells in names.items() if prompt_columns(cells)), ",")
+
+
+def _csv_rows(text: str, name: str, delimiter: str, quotes: bool) -> Iterator[tuple[int, list[str]]]:
     """Rows that are not blank, each with the number of its first line."""
-    dialect: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tabs else {"strict": True}
+    dialect: dict[str, Any] = {"strict": True} if quotes else {"quoting": csv.QUOTE_NONE}
     former = csv.field_size_limit(len(text) + 1)
     try:
-        reader, first = csv.reader(io.StringIO(text, newline=""), **dialect), 1
+        reader, first = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, **dialect), 1
         for row in reader:
             if row:
                 yield first, row
@@ -150,12 +228,24 @@ def _parquet_table(file: Path, name: str) -> Table:
     from pyarrow.parquet import ParquetFile
 
     try:
-        table = ParquetFile(file).read()
+        parquet = ParquetFile(file)
+        _check_parquet_size(parquet.metadata, name)
+        table = parquet.read()
         rows = table.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+    except (pyarrow.ArrowException, OSError, OverflowError) as error:
         raise FlowGRPOError(f"{name} could not be read as Parquet: {' '.join(str(error).split())}") from error
     _check_unique(table.column_names, name)
     return Table(table.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
+
+
+def _check_parquet_size(metadata: Any, name: str) -> None:
+    """FlowGRPOError if a file that may be small on disk is too large in memory."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    if metadata.num_rows > MAX_ROWS or size > 8 * MAX_PARQUET_BYTES:
+        raise FlowGRPOError(
+            f"{name} has {metadata.num_rows:,} rows with {size >> 20:,} MB; at most {MAX_ROWS:,} rows and "
+            f"{8 * MAX_PARQUET_BYTES >> 20:,} MB are read: leave out rows or columns."
+        )
 
 
 def _check_unique(columns: list[str], name: str) -> None:

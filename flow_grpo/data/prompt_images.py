@@ -36,7 +36,7 @@ def read_images(
         stay_inside: refuse paths that lead out of the folder, since the table may be a stranger's.
 
     Raises:
-        FlowGRPOError: an image does not exist, is damaged, too large or no image; names the location.
+        FlowGRPOError: an image does not exist, is damaged, too large or no image, or is outside the folder; names the location.
     """
     readers = [
         [_reader(image, location, folder, column, stay_inside) for image in _cell_images(cell, location, column)]
@@ -83,5 +83,7 @@ def _reader(image: Any, location: str, folder: Path | None, column: str, stay_in
         raise FlowGRPOError(
             f"{location}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
         )
-    path = inside(folder, str(image), location) if folder and stay_inside else (folder or Path()) / image
+    path = (folder or Path()) / image
+    if folder is not None and stay_inside:
+        path = inside(folder, str(path.relative_to(folder) if path.is_relative_to(folder) else image), location)
     return partial(SourceImage.read, path, f"{str(image)[:200]} ({location})")

@@ -47,7 +47,8 @@ def load_run_prompts(source: Any) -> PromptSet:
 def join_sets(names: Sequence[str], parts: Sequence[PromptSet], weights: Sequence[float]) -> PromptMixture:
     """Several prompt sets as one mixture."""
     prompts, metadata = [p for part in parts for p in part.prompts], [m for part in parts for m in part.metadata]
-    return PromptMixture(prompts, metadata, tuple(names), tuple(parts), tuple(weights))
+    notes = tuple(note for part in parts for note in part.notes)
+    return PromptMixture(prompts, metadata, notes, names=tuple(names), parts=tuple(parts), weights=tuple(weights))
 
 
 def _load_set(config: PromptSetConfig) -> PromptSet:
@@ -57,7 +58,7 @@ def _load_set(config: PromptSetConfig) -> PromptSet:
     metadata = [
         {**row, SET: config.label, REWARDS: rewards if row.get(REWARDS) is None else row[REWARDS]} for row in loaded.metadata
     ]
-    return PromptSet(loaded.prompts, metadata)
+    return PromptSet(loaded.prompts, metadata, loaded.notes)
 
 
 def _without_sets(loaded: PromptSet, name: str) -> PromptSet:

@@ -3,31 +3,25 @@
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flow_grpo.config.bundled import bundled_file
-from flow_grpo.data.prompt_files import COLUMNS, SUFFIXES, Table, read_table
+from flow_grpo.data.prompt_files import COLUMNS, Table, prompt_columns
 from flow_grpo.data.prompt_images import COLUMN as IMAGE
 from flow_grpo.data.prompt_images import DERIVED, read_images
-from flow_grpo.data.prompt_sets import names_of_sets, source_of
+from flow_grpo.data.prompt_sources import FILE_NAME, read_items, read_source
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import write_atomic
 from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
-from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
 from flow_grpo.types import PromptBatch
 
-HTTPS = "https://"
-DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
-MAX_BYTES = 256 << 20  # of a downloaded file
 SET = "prompt_set"  # metadata of each prompt of several sets: the name of its set
-FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, in its default repr
 RESERVED_COLUMNS = ("images", "prompts")  # arguments of rewards that are not metadata
 
@@ -39,10 +33,12 @@ class PromptSet:
     Attributes:
         prompts: N texts, or `ImagePrompt`s with images.
         metadata: N dicts with names of columns as keys.
+        notes: sentences for the user on how they were read.
     """
 
     prompts: list[str]
     metadata: list[dict]
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -56,7 +52,7 @@ class PromptSet:
 
     def head(self, count: int | None) -> "PromptSet":
         """The first `count` prompts; all if None."""
-        return PromptSet(self.prompts[:count], self.metadata[:count])
+        return PromptSet(self.prompts[:count], self.metadata[:count], self.notes)
 
     def repeat(self, images: int) -> PromptBatch:
         """All prompts with `images` images each."""
@@ -156,163 +152,91 @@ def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
     }
 
 
-def is_prompt_file(name: str) -> bool:
-    """Whether a name ends as those of prompt files do."""
-    return Path(name).suffix.lower() in SUFFIXES
+Prompts = PromptSet | str | Path | Iterable[Any]  # as given: a set, the name of one, or texts or dicts in memory
 
 
-def load_prompts(source: PromptSet | str | Path | list[str], image_column: str = IMAGE) -> PromptSet:
-    """Load prompts from a `PromptSet` (returned as it is), a list, a name of flow_grpo/data/prompt_sets.py, a .txt file (one prompt per
-    line), a .json, .jsonl, .csv, .tsv or .parquet file, the https address of such a file, or a hub data set.
+def load_prompts(source: Prompts, image_column: str = IMAGE) -> PromptSet:
+    """Load prompts from a file, a folder, an address, a hub data set or a known name, or from texts or dicts in memory.
 
-    Tables have a column `prompt`, Prompt or prompts; other columns become metadata. No row is skipped. The column `image` has the
-    images of a prompt: a path or several, relative to the file. A folder with a metadata.jsonl or .csv is such a table, whose column
-    file_name has the images.
+    A name is one of flow_grpo/data/prompt_sets.py, a .txt file (one prompt per line), a .json, .jsonl, .csv, .tsv or .parquet file, the
+    https address of such a file, a folder, or a hub data set. Objects are a `PromptSet` (returned as it is), and a list, generator,
+    `datasets.Dataset` or another iterable of texts, or of dicts by column.
+
+    Tables have a column `prompt`, Prompt or prompts, or a single one of `prompt_files.OTHER_COLUMNS`; other columns become metadata. No
+    row is skipped. The column `image` has the images of a prompt: a path or several, relative to the file. A folder has a
+    metadata.jsonl or .csv, whose column file_name has the images, or .txt files with a prompt each. A text of another column than
+    `prompt` describes its image: that is not an image to be edited, and is left out.
 
     Args:
         image_column: the column of the prompts' images; `image` has another meaning in tables of given images.
 
     Raises:
-        FlowGRPOError: there is no such file or data set, or it has no prompts, no column `prompt`, or a value that is no prompt or image.
+        FlowGRPOError: there is no such file or data set, or it has no prompts, no column for them, or a value that is no prompt or image.
     """
     if isinstance(source, PromptSet):
         return source
-    if isinstance(source, list):
-        return _prompt_set(source, [{} for _ in source], "the list")
-    name = str(source)
-    table = _table(name)
-    column = next((column for wanted in COLUMNS for column in table.columns if column.lower() == wanted), None)
-    if not table.columns or (column and not table.rows):
-        raise FlowGRPOError(f"{name} holds no prompts.")
-    if column is None:
-        raise FlowGRPOError(f"{name} has no column `prompt`; it has {visible(', '.join(table.columns))[:200]}.")
+    if isinstance(source, str | Path):
+        return _prompts_of(read_source(str(source)), str(source), image_column)
+    return _prompts_of(read_items(source), "the given data set", image_column)
+
+
+def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
+    """The prompts of a table, with their images and metadata."""
+    column = _prompt_column(table, name)
     clash = next((reserved for reserved in RESERVED_COLUMNS if reserved in table.columns and reserved != column), None)
     if clash is not None:
         raise FlowGRPOError(
             f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
         )
-    images: list[tuple[SourceImage, ...]] = [()] * len(table.rows)
-    if image_column in table.columns:
-        clash = next((derived for derived in DERIVED if derived in table.columns and derived != image_column), None)
-        if clash is not None:
-            raise FlowGRPOError(
-                f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
-            )
-        folder = None if (file := _local(name)) is None else (file if file.is_dir() else file.parent)
-        cells = [row[image_column] for row in table.rows]
-        locations = [f"{name}, {location}" for location in table.locations]
-        found = file is None or file.is_dir()  # and not named by the user
-        images = read_images(cells, locations, folder, image_column, stay_inside=found)
-    metadata = [{key: value for key, value in row.items() if key not in (column, image_column)} for row in table.rows]
-    prompts = _prompt_set([row[column] for row in table.rows], metadata, name, table.locations)
-    return PromptSet([with_images(text, sources) for text, sources in zip(prompts.prompts, images, strict=True)], metadata)
+    image_column = table.image_column or image_column
+    is_caption = column.lower() not in COLUMNS  # of the image beside it
+    images = [()] * len(table.rows) if is_caption else _images_of(table, name, image_column)
+    texts = [row[column] for row in table.rows]
+    _check_prompts(texts, table.locations, name)
+    dropped = {column, image_column} - ({FILE_NAME} if is_caption else set())
+    metadata = [{key: value for key, value in row.items() if key not in dropped} for row in table.rows]
+    notes = list(table.notes)
+    if is_caption:
+        without = ", without the images that it describes" if image_column in table.columns else ""
+        notes.append(f"{name}: the column `{visible(column)}` is taken as the prompt{without}.")
+    prompts = [with_images(text, sources) for text, sources in zip(texts, images, strict=True)]
+    return PromptSet(prompts, metadata, tuple(notes))
 
 
-def _table(name: str) -> Table:
-    """The rows of a file, of the file at an address, of a folder of images, or of a hub data set."""
-    file = _local(name)
-    if file is not None and file.is_dir():
-        manifest = next(file / candidate for candidate in FOLDER_FILES if (file / candidate).is_file())
-        table = read_table(manifest, str(manifest), manifest.suffix.lower())
-        if FILE_NAME not in table.columns:
-            raise FlowGRPOError(f"{manifest} has no column `{FILE_NAME}` with the names of the images in its folder.")
-        rows = [{IMAGE if key == FILE_NAME else key: value for key, value in row.items()} for row in table.rows]
-        return Table([IMAGE if key == FILE_NAME else key for key in table.columns], rows, table.locations)
-    if file is not None:
-        return read_table(file, name, file.suffix.lower())
-    source = source_of(name)
-    if source.startswith(HTTPS):
-        return read_table(_downloaded(source), name, Path(source).suffix.lower())
-    return _data_set(source)
+def _prompt_column(table: Table, name: str) -> str:
+    """The column of the prompts. FlowGRPOError if there are no rows, or if there is no such column, or more than one."""
+    columns = prompt_columns(table.columns)
+    if not table.columns or (columns and not table.rows):
+        raise FlowGRPOError(f"{name} holds no prompts.")
+    if not columns:
+        raise FlowGRPOError(f"{name} has no column `prompt`; it has {visible(', '.join(table.columns))[:200]}.")
+    if len(columns) > 1:
+        several = " and ".join(f"`{column}`" for column in columns[:4])
+        raise FlowGRPOError(f"{name} has no column `prompt`, but {several}: rename the one with the prompts to `prompt`.")
+    return columns[0]
 
 
-def _local(name: str) -> Path | None:
-    """The local file of that name, or None for an address or a data set. FlowGRPOError if it can't be any of these."""
-    source = source_of(name)
-    try:
-        file = next((f for f in (Path(name), Path(source), bundled_file(source)) if f.is_file()), None)
-        is_folder = source == name != "" and Path(name).is_dir()
-        if is_folder and any((Path(name) / candidate).is_file() for candidate in FOLDER_FILES):
-            return Path(name)
-    except (OSError, ValueError):  # longer than any file's name
-        file, is_folder = None, False
-    if file is not None or source.startswith(HTTPS):
-        return file
-    if is_folder:
-        raise FlowGRPOError(f"{name} is a folder without a metadata.jsonl: give a prompt file in it.")
-    if is_prompt_file(source):
-        raise FlowGRPOError(f"there is no prompt file {name}.")
-    if not DATA_SET.fullmatch(source):
+def _images_of(table: Table, name: str, column: str) -> list[tuple[SourceImage, ...]]:
+    """The images of each row's prompt, of which a table need not have any."""
+    if column not in table.columns:
+        return [()] * len(table.rows)
+    clash = next((derived for derived in DERIVED if derived in table.columns and derived != column), None)
+    if clash is not None:
         raise FlowGRPOError(
-            f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
+            f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
         )
-    return None
+    locations = [f"{name}, {location}" for location in table.locations]
+    cells = [row[column] for row in table.rows]
+    return read_images(cells, locations, table.folder, column, stay_inside=table.stay_inside)
 
 
-def _downloaded(address: str) -> Path:
-    """The file at an address: downloaded now or, without a network, the copy of the last download."""
-    import httpx
-
-    copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
-    try:
-        content = _content(address)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        if copy.is_file() and isinstance(error, httpx.TransportError):
-            return copy
-        kind = HubUnreachable if isinstance(error, httpx.TransportError) else ValueError
-        raise kind(_unreachable(address, error)) from error
-    write_atomic(copy, content)
-    return copy
-
-
-def _content(address: str) -> bytes:
-    import httpx
-
-    content = bytearray()
-    with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
-        response.raise_for_status()
-        for part in response.iter_bytes():
-            content += part
-            if len(content) > MAX_BYTES:
-                raise FlowGRPOError(f"it has more than {MAX_BYTES >> 20} MB")
-    return bytes(content)
-
-
-def _data_set(source: str) -> Table:
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        with downloads(source):
-            data_set = datasets.load_dataset(source, split="train")
-        rows = data_set.to_list()
-    except HubUnreachable as error:
-        raise HubUnreachable(
-            f"the prompts {error} Give a local file of them; the sets known by name are {names_of_sets()}."
-        ) from error
-    except Exception as error:
-        raise FlowGRPOError(_unreachable(source, error)) from error
-    return Table(data_set.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
-
-
-def _unreachable(source: str, error: Exception) -> str:
-    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-    return (
-        f"the prompts {source} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
-        f"are {names_of_sets()}."
-    )
-
-
-def _prompt_set(prompts: list, metadata: list[dict], source: str, locations: list[str] | None = None) -> PromptSet:
-    if not prompts:
-        raise FlowGRPOError(f"{source} holds no prompts.")
+def _check_prompts(prompts: list[Any], locations: list[str], name: str) -> None:
+    """FlowGRPOError if a value is no text, or a blank one."""
     invalid = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
     if invalid is not None:
-        where = f"{source}, {locations[invalid]}" if locations else source
         raise FlowGRPOError(
-            f"{where}: {repr(prompts[invalid])[:80]} is not a prompt: every prompt must be a text that is not empty."
+            f"{name}, {locations[invalid]}: {repr(prompts[invalid])[:80]} is not a prompt: every prompt must be a text that is not empty."
         )
-    return PromptSet(list(prompts), metadata)
 
 
 def _is_prompt(value: object) -> bool:

@@ -6,6 +6,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig
 from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import load_run_prompts
+from flow_grpo.data.prompt_syntax import syntax_warnings
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_model import check_model, cost_lines
 from flow_grpo.doctor.dry_run_report import DryRunReport
@@ -60,8 +61,11 @@ def _check_prompts(
     if prompts is not None:
         early_checks.check_prompts(args, prompts, held_out, num_processes)
         report.checked.append(f"{len(prompts)} prompts")
-        overlap = prompt_overlap.overlap_warnings(prompts.prompts, held_out.prompts if held_out else [], source)
-        report.notes += [f"warning: {sentence}" for sentence in overlap]
+        held_out_prompts = held_out.prompts if held_out else []
+        report.notes += dict.fromkeys([*prompts.notes, *(held_out.notes if held_out else ())])
+        warnings = syntax_warnings([*prompts.prompts, *held_out_prompts])
+        warnings += prompt_overlap.overlap_warnings(prompts.prompts, held_out_prompts, source)
+        report.notes += [f"warning: {sentence}" for sentence in warnings]
     if held_out is not None:
         report.checked.append(f"{len(held_out)} held-out prompts")
     for _, stage in args.resolved_stages():

@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from flow_grpo import rewards
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import LoraConfig
+from flow_grpo.config.sections import FROM_PYTHON, LoraConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.targets import unnamed_rewards
@@ -74,6 +74,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
         "licence": licence,
         "config": run.config_text,
+        "lacks_prompts": args.prompts == FROM_PYTHON,
         **_results(run, images),
         **_about_rewards(run, args),
     }

@@ -1,11 +1,15 @@
 """The parts of a run: prompts, rewards, and the policy with what is trained."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig
 from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
+from flow_grpo.data.prompt_syntax import syntax_warnings
+from flow_grpo.data.prompts import Prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
 from flow_grpo.policy.loading import pipeline_of
@@ -18,8 +22,6 @@ from flow_grpo.training.inputs import digests_of_inputs
 from flow_grpo.training.rewards import build_rewards, recorded_rewards
 from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy, settings_of
 
-Prompts = PromptSet | list[str] | str  # as given: a set, a list, or the name of one
-
 
 @dataclass(frozen=True)
 class RunParts:
@@ -28,8 +30,8 @@ class RunParts:
     Attributes:
         eval_rewards: all rewards that are measured; those that are not trained on have weight 0.
         rewards: the trained ones.
-        train_source: the file or name that the training prompts come from; None for a list.
-        prompt_overlaps: sentences on prompts that the run both trains on and is measured by.
+        train_source: the file or name that the training prompts come from; None for several sets, and for prompts in memory.
+        prompt_warnings: sentences on prompts that the run both trains on and is measured by, or that have another program's syntax.
         inputs: digests of what the run depends on besides its settings.
     """
 
@@ -41,7 +43,7 @@ class RunParts:
     prompt_sampler: PromptSampler
     eval_rewards: WeightedSum
     rewards: WeightedSum
-    prompt_overlaps: list[str]
+    prompt_warnings: list[str]
     train_source: str | None
     inputs: dict[str, str]
 
@@ -76,7 +78,9 @@ def build_run(
             prompt_set.repeat(1).metadata_columns()
         )  # raises if a prompt names a reward that is not there
     rewards = eval_rewards.subset(trained)
-    args = args.model_copy(update={"rewards": recorded_rewards(args, reward_funcs)})
+    args = args.model_copy(
+        update={"rewards": recorded_rewards(args, reward_funcs), **recorded_prompts(args, prompts, held_out)}
+    )
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
         early_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts
@@ -88,7 +92,7 @@ def build_run(
     check_size(policy, "height and width", policy.call.get("height"), policy.call.get("width"))
     prepare_policy(policy, args, processes)
     given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
-    source = prompts if isinstance(prompts, str) else None
+    source = str(prompts) if isinstance(prompts, str | Path) else None
     inputs = digests_of_inputs(
         args,
         train_set,
@@ -106,10 +110,25 @@ def build_run(
         prompt_sampler=sampler_of(train_set, args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps),
         eval_rewards=eval_rewards,
         rewards=rewards,
-        prompt_overlaps=[] if given_images else prompt_overlap.overlap_warnings(train_set.prompts, eval_prompts, source),
+        prompt_warnings=[]
+        if given_images
+        else [*syntax_warnings(all_prompts), *prompt_overlap.overlap_warnings(train_set.prompts, eval_prompts, source)],
         train_source=source,
         inputs=inputs,
     )
+
+
+def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:
+    """What the config of a run says of its prompts, as an update of it: where they can be read again, or that no file has them."""
+
+    def recorded(source: Prompts | None) -> Any:
+        is_sets = isinstance(source, list) and source and all(isinstance(entry, PromptSetConfig) for entry in source)
+        if source is None or is_sets:
+            return source
+        return str(source) if isinstance(source, str | Path) else FROM_PYTHON
+
+    evaluation = args.evaluation.model_copy(update={"prompts": recorded(eval_dataset)})
+    return {"prompts": recorded(train_dataset), "evaluation": evaluation}
 
 
 def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:

@@ -16,7 +16,7 @@ from PIL import Image
 from support.cli_process import run
 
 from flow_grpo import ImagePrompt, PromptSet
-from flow_grpo.data import prompts
+from flow_grpo.data import prompt_sources
 from flow_grpo.data.prompts import load_prompts
 
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(
@@ -139,7 +139,17 @@ pyarrow.parquet.write_table(
         ("p.jsonl", b'{"prompt": ["a", "b"]}\n', "line 1: .* is not a prompt"),
         ("p.jsonl", b'{"prompt": "\\ud800"}\n', "line 1: .* is not a prompt"),
         ("p.jsonl", b'{"prompt": "a", "images": 1}\n', "has a column `images`, a name that is reserved"),
-        ("p.json", b'["a"]', "entry 1: give an object"),
+        ("p.json", b'["a", {"prompt": "b"}]', "entry 1: give an object .*; or all texts"),
+        ("p.json", b"[1, 2]", "entry 1: give an object"),
+        (
+            "p.json",
+            b'{"info": {"year": 2014}, "annotations": []}',
+            "one object with the keys info, annotations: give a list",
+        ),
+        ("p.json", b'{"0": {"prompt": "a"}, "1": {"n": 2}}', "entry '1': None is not a prompt"),
+        ("p.json", b'{"0": {"prompt": "a"},\n "1": }', "line 2 column 7|is not valid JSON"),
+        ("p.csv", b"caption,text\na,b\n", "no column `prompt`, but `caption` and `text`: rename"),
+        ("p.csv", b"prompt;n\na;1;2\n", "line 2: it has 3 cells under 2 column names; put a text with semicolons in"),
         ("p.csv", b"prompt,n,n\na,1,2\n", "two columns `n`"),
         ("p.csv", b"prompt\na red fox, a blue bird\n", "line 2: it has 2 cells under 1 column names"),
         ("p.csv", b'n,prompt\n1,"a\nb"\n2," "\n', "line 4: ' ' is not a prompt"),
@@ -161,7 +171,7 @@ def test_a_bad_prompt_file_is_a_clear_error_with_its_name(tmp_path, name, conten
 
 def test_what_is_neither_a_file_nor_a_data_set_is_a_clear_error(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"folder is a folder without a metadata\.jsonl: give a prompt file in it"):
+    with pytest.raises(ValueError, match=r"folder is a folder without prompts: .*\. Give a prompt file in it"):
         load_prompts(tmp_path / "folder")
     for words in ("a red fox", 'red text "CAT"', "x" * 5000 + " y", "a\0b", ""):
         with pytest.raises(ValueError, match="is not a prompt file, an address or a data set"):
@@ -175,7 +185,7 @@ def test_what_is_neither_a_file_nor_a_data_set_is_a_clear_error(tmp_path, monkey
 
 def test_a_file_at_an_address_is_read_as_one_on_disk_and_its_copy_where_there_is_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(prompts, "MAX_BYTES", 100)
+    monkeypatch.setattr(prompt_sources, "MAX_BYTES", 100)
     answers = {
         "/p.txt": httpx.Response(200, content="\ufeffone\u2028half\ntwo\n".encode()),
         "/p.csv": httpx.Response(200, content=b'prompt,n\n"a, b",1\n'),

@@ -1,0 +1,217 @@
+"""Where prompts come from: files, folders, addresses and data sets by name, and objects of a Python program, each as a `Table`."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import read_text
+from flow_grpo.config.sections import FROM_PYTHON
+from flow_grpo.data.prompt_files import MAX_ROWS, SUFFIXES, Table, read_table, table_of_rows, table_of_texts
+from flow_grpo.data.prompt_sets import names_of_sets, source_of
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import check_regular, write_atomic
+from flow_grpo.rewards.downloads import HubUnreachable, downloads
+from flow_grpo.text import counted, natural_key
+
+HTTPS = "https://"
+DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
+MAX_BYTES = 256 << 20  # of a downloaded file
+MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
+TEXT, ROW = "a text", "a dict by column"  # what a prompt in memory may be
+FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
+
+
+def is_prompt_file(name: str) -> bool:
+    """Whether a name ends as those of prompt files do."""
+    return Path(name).suffix.lower() in SUFFIXES
+
+
+def names_a_path(word: str) -> bool:
+    """Whether a word of a command line is a file or folder, there or missing, and not words to draw."""
+    try:
+        return is_prompt_file(word) or word.endswith("/") or Path(word).exists()
+    except (OSError, ValueError):  # longer than any file's name, or a zero byte
+        return False
+
+
+def read_source(name: str) -> Table:
+    """The rows of a file, a folder, the file at an address, or a hub data set.
+
+    A folder has a metadata.jsonl or .csv, or .txt files with a prompt each.
+
+    Raises:
+        FlowGRPOError: there is none of that name, or it can't be read.
+    """
+    if name == FROM_PYTHON:
+        raise FlowGRPOError(
+            "the prompts of this run were given from Python and are in no file: give a file of prompts, by prompts=... or --prompts."
+        )
+    file = _local(name)
+    if file is not None and file.is_dir():
+        return _folder_table(file)
+    if file is not None:
+        table = read_table(file, name, file.suffix.lower())
+        # a table of its folder's images may be a stranger's as the folder is; another file may name images anywhere
+        return replace(table, folder=file.parent, stay_inside=file.name in FOLDER_FILES)
+    source = source_of(name)
+    if source.startswith(HTTPS):
+        return read_table(_downloaded(source), name, Path(source).suffix.lower())
+    return _data_set(source)
+
+
+def folder_file(folder: Path) -> Path | None:
+    """The table of a folder's images, if it has one."""
+    return next((folder / name for name in FOLDER_FILES if (folder / name).is_file()), None)
+
+
+def text_files(folder: Path) -> list[Path]:
+    """The .txt files of a folder, in natural order, without hidden ones."""
+    files = (file for file in folder.iterdir() if file.suffix.lower() == ".txt" and not file.name.startswith("."))
+    return sorted(files, key=lambda file: natural_key(file.name))
+
+
+def _folder_table(folder: Path) -> Table:
+    """The table of a folder's images, in which `file_name` is relative to the folder; else its .txt files, a prompt each."""
+    manifest = folder_file(folder)
+    if manifest is not None:
+        table = read_table(manifest, str(manifest), manifest.suffix.lower())
+        if FILE_NAME not in table.columns:
+            raise FlowGRPOError(f"{manifest} has no column `{FILE_NAME}` with the names of the images in its folder.")
+        return replace(table, folder=folder, image_column=FILE_NAME)
+    files = text_files(folder)
+    if not files:
+        raise FlowGRPOError(
+            f"{folder} is a folder without prompts: it has neither a metadata.jsonl or .csv nor .txt files. Give a prompt file in it."
+        )
+    for file in files:
+        check_regular(file, str(file), MAX_PROMPT_BYTES)
+    rows = [{"prompt": read_text(file).strip(), FILE_NAME: file.name} for file in files]
+    others = sum(not file.name.startswith(".") for file in folder.iterdir()) - len(files)
+    notes = (f"{folder}: {counted(others, 'file')} without the ending .txt left out.",) if others else ()
+    return replace(table_of_rows(rows, [file.name for file in files]), folder=folder, notes=notes)
+
+
+def _local(name: str) -> Path | None:
+    """The local file or folder of that name, or None for an address or a data set. FlowGRPOError if it can't be any of these."""
+    source = source_of(name)
+    try:
+        path = next((path for path in (Path(name), Path(source)) if name and path.exists()), None)
+        if path is None or (path.is_dir() and source != name):  # a known set comes before a folder of its name
+            path = file if (file := bundled_file(source)).is_file() else None
+    except (OSError, ValueError):  # longer than any file's name
+        path = None
+    if path is not None or source.startswith(HTTPS):
+        return path
+    if is_prompt_file(source):
+        raise FlowGRPOError(f"there is no prompt file {name}.")
+    if not DATA_SET.fullmatch(source):
+        raise FlowGRPOError(
+            f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
+        )
+    return None
+
+
+def _downloaded(address: str) -> Path:
+    """The file at an address: downloaded now or, without a network, the copy of the last download."""
+    import httpx
+
+    copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
+    try:
+        content = _content(address)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        if copy.is_file() and isinstance(error, httpx.TransportError):
+            return copy
+        kind = HubUnreachable if isinstance(error, httpx.TransportError) else FlowGRPOError
+        raise kind(_unreachable(address, error)) from error
+    write_atomic(copy, content)
+    return copy
+
+
+def _content(address: str) -> bytes:
+    import httpx
+
+    content = bytearray()
+    with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
+        response.raise_for_status()
+        for part in response.iter_bytes():
+            content += part
+            if len(content) > MAX_BYTES:
+                raise FlowGRPOError(f"it has more than {MAX_BYTES >> 20} MB")
+    return bytes(content)
+
+
+def _data_set(source: str) -> Table:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        with downloads(source):
+            data_set = datasets.load_dataset(source, split="train")
+        rows = data_set.to_list()
+    except HubUnreachable as error:
+        raise HubUnreachable(
+            f"the prompts {error} Give a local file of them; the sets known by name are {names_of_sets()}."
+        ) from error
+    except Exception as error:
+        raise FlowGRPOError(_unreachable(source, error)) from error
+    locations = [f"row {n}" for n in range(1, len(rows) + 1)]
+    # images that were downloaded with the data set are in the hub's cache
+    return Table(data_set.column_names, rows, locations, folder=Path(datasets.config.HF_CACHE_HOME).expanduser())
+
+
+def _unreachable(source: str, error: Exception) -> str:
+    reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    return (
+        f"the prompts {source} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
+        f"are {names_of_sets()}."
+    )
+
+
+def read_items(items: Iterable[Any]) -> Table:
+    """The rows of texts or of mappings by column, in a list, generator, `datasets.Dataset` or another iterable that ends.
+
+    Raises:
+        FlowGRPOError: it is no iterable, has items of another kind, or does not end.
+    """
+    if isinstance(items, Mapping):
+        parts = ", ".join(map(str, items))[:120]
+        raise FlowGRPOError(
+            f"the prompts were given as a mapping with the keys {parts}: give one of its values, such as the split `train`, or a list "
+            "of prompts."
+        )
+    if hasattr(items, "itertuples") and hasattr(items, "to_dict"):  # a pandas table, which iterates over its column names
+        items = items.to_dict("records")
+    try:
+        listed = list(islice(items, MAX_ROWS + 1))
+    except TypeError as error:
+        if hasattr(items, "__iter__"):
+            raise
+        raise FlowGRPOError(
+            f"the prompts were given as {type(items).__name__}: give a file, a list of texts or dicts, a PromptSet or a "
+            "datasets.Dataset."
+        ) from error
+    if len(listed) > MAX_ROWS:
+        raise FlowGRPOError(
+            f"the given prompts don't end after {MAX_ROWS:,}: give a part of them, such as dataset.take(1000)."
+        )
+    locations = [f"item {number}" for number in range(1, len(listed) + 1)]
+    kinds = [_kind(item) for item in listed]
+    wrong = next((i for i, kind in enumerate(kinds) if kind == "" or kind != kinds[0]), None)
+    if wrong is not None:
+        expected = f"not {kinds[0]}, as the others are" if kinds[0] else f"neither {TEXT} nor {ROW}"
+        raise FlowGRPOError(f"the given prompts, {locations[wrong]}: {repr(listed[wrong])[:80]} is {expected}.")
+    if not listed or kinds[0] == TEXT:
+        return table_of_texts(listed, locations)
+    return replace(table_of_rows([dict(item) for item in listed], locations), folder=Path(), stay_inside=False)
+
+
+def _kind(item: object) -> str:
+    """What an item is; "" if it is no prompt."""
+    if isinstance(item, str):
+        return TEXT
+    return ROW if isinstance(item, Mapping) and all(isinstance(key, str) for key in item) else ""
