@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import threading
 import weakref
 from typing import Any
@@ -16,8 +15,8 @@ from rapidfuzz.distance import Levenshtein
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.devices import with_index
 from flow_grpo.rewards.images import to_bytes
+from flow_grpo.rewards.quotes import WHAT_COUNTS, quoted_texts
 
-QUOTED = re.compile(r'"([^"]+)"')
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
 DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is given; smaller images are scaled up
 SMALLER_SIDES = (368, 184)  # at which an image without a detected line is read again
@@ -128,10 +127,10 @@ class OCR:
         return [" ".join(text) for text in texts]
 
     def _target(self, prompt: str) -> str:
-        quoted = QUOTED.findall(prompt)
+        quoted = quoted_texts(prompt)
         target = self._plain(" ".join(quoted if self.several_lines else quoted[:1]))
         if not target:
-            raise FlowGRPOError(f"the prompt {prompt!r} has no text in double quotes, which is what is to be read.")
+            raise FlowGRPOError(f"the prompt {prompt!r} has nothing to read: it needs a {WHAT_COUNTS}.")
         return target
 
     def _plain(self, text: str) -> str:

@@ -183,7 +183,7 @@ class StepWeight(Objective):
 class NoiseLevels(Objective):
     """The noise levels at which a forward-process objective noises final latents."""
 
-    num_noise_levels: PositiveInt = 1
+    num_noise_levels: Annotated[int, Field(gt=0, le=10_000)] = 1
     """Noise levels drawn for each prompt of a step; all its images (see shared_noise) and all epochs have the same."""
     sigma_range: tuple[Share, Share] = (0.0, 1.0)
     """The range those noise levels are drawn from, before the scheduler's shift."""

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.config.sections import FROM_PYTHON
 
 # The settings that a resumed run may change, each with all settings below it; * is any name. No other may change.
 RESUMABLE = {
@@ -86,7 +87,9 @@ def changes(
         is_empty = {} in (before, after) and any(other.startswith(f"{name}.") for other in (*former, *present))
         if before == after or is_empty or not inputs.get(_input_of(name), True):
             continue
-        resumable = _input_of(name) in inputs or _is_resumable(name, len(now.stages))
+        # runs of 0.4 have no digest, and name the config's prompts where others were given from Python
+        is_compared = _input_of(name) in inputs or after == FROM_PYTHON
+        resumable = is_compared or _is_resumable(name, len(now.stages))
         found.append(Change(name, before, after, resumable))
     different = [name for name, is_same in inputs.items() if not is_same]
     return found + [Change(n, former.get(n, NOT_SET), present.get(n, NOT_SET), False) for n in different]

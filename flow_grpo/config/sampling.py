@@ -40,7 +40,7 @@ class WindowConfig(ConfigSection):
 
 
 class SamplingConfig(ConfigSection):
-    steps: Annotated[int, Field(ge=2)] = 10
+    steps: Annotated[int, Field(ge=2, le=10_000)] = 10
     """Sampling steps in training."""
     transition: Annotated[str, Field(json_schema_extra=_with_names)] = "flow_sde"
     """The transition of the trained steps: one that adds noise, or `ode`, which forward-process objectives need."""

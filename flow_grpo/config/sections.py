@@ -21,7 +21,8 @@ from pydantic_core import PydanticCustomError
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 
-PositiveInt = Annotated[int, Field(gt=0)]
+PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Pixels = Annotated[int, Field(gt=0, le=2**14)]
@@ -88,7 +89,7 @@ def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
 
 
 class LoraConfig(ConfigSection):
-    rank: PositiveInt = 32
+    rank: Annotated[int, Field(gt=0, le=2**16)] = 32
     """Rank of the low-rank matrices."""
     alpha: float = 64
     """The product of the low-rank matrices is scaled by alpha / rank."""
@@ -235,11 +236,11 @@ class EvaluationConfig(ConfigSection):
     """Held-out prompts: as in `prompts`, or none. Several sets have a mean reward each in the metrics, and no weights."""
     max_prompts: PositiveInt | None = 256
     """Maximum number of held-out prompts, from the first; of several sets, of each."""
-    images_per_prompt: PositiveInt = 1
+    images_per_prompt: Annotated[int, Field(gt=0, le=10_000)] = 1
     """Images of each held-out prompt; their rewards are averaged. A reward of scope group needs two or more."""
     every: Annotated[int, Field(ge=0)] = 50
     """Training steps between evaluations; 0 evaluates only before and after."""
-    steps: Annotated[int, Field(ge=1)] = 40
+    steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Sampling steps in evaluation, of the deterministic ODE."""
     guidance: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Guidance scale of the held-out images, and of `sample`; that of training if not given. 1 is off."""
@@ -247,7 +248,7 @@ class EvaluationConfig(ConfigSection):
     """Height of the held-out images in pixels; that of training if not given."""
     width: Pixels | None = None
     """Width of the held-out images in pixels."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Each held-out prompt's image starts from the noise of (this seed, the prompt's index)."""
     num_images: Annotated[int, Field(ge=0)] = 8
     """First held-out prompts whose images are kept for the report, as are the best, the worst and some training groups; 0: none."""

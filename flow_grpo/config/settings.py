@@ -20,6 +20,7 @@ from flow_grpo.config.sections import (
     PromptSetConfig,
     PromptSkippingConfig,
     RewardConfig,
+    Seed,
 )
 from flow_grpo.errors import FlowGRPOError
 
@@ -51,11 +52,11 @@ class RunSettings(ConfigSection):
     rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})
     """Rewards by name or import path (`my_module:my_fn`, `path/file.py:fn`), each with a weight or with weight and options."""
 
-    steps: PositiveInt = 100
+    steps: Annotated[int, Field(gt=0, le=10**7)] = 100
     """Training steps: a rollout of prompts_per_step x images_per_prompt images, and its updates."""
-    prompts_per_step: PositiveInt = 8
+    prompts_per_step: Annotated[int, Field(gt=0, le=100_000)] = 8
     """Prompts in a step."""
-    images_per_prompt: Annotated[int, Field(ge=2)] = 16
+    images_per_prompt: Annotated[int, Field(ge=2, le=10_000)] = 16
     """Images of a prompt: the group that an image's reward is compared with."""
     microbatch: PositiveInt = 64
     """Images per forward pass, in the rollout and in the update alike, so that the first update's ratio is exactly 1; with
@@ -63,7 +64,7 @@ class RunSettings(ConfigSection):
     size up to 64 that divides a step."""
     updates: PositiveInt = 1
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
-    epochs: PositiveInt = 1
+    epochs: Annotated[int, Field(gt=0, le=1000)] = 1
     """Passes over each rollout."""
     dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
     """Further rounds of prompts sampled at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
@@ -86,7 +87,7 @@ class RunSettings(ConfigSection):
     """Parts of the run, one after another, each a set of settings over the others with its own `steps`: supervised
     fine-tuning, then GRPO. A stage may set steps, objective, sampling, optimizer, and the sizes of a step."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Every random draw derives from (seed, step, prompt, image)."""
     output_dir: PathText = "runs/run"
     """Run folder. Default for a config file: runs/NAME, its file name. `{name}` in your own value is replaced by it."""

@@ -14,6 +14,7 @@ from flow_grpo.config.loading import parse_yaml
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import load_prompts
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -459,3 +460,23 @@ def test_a_secret_of_a_reward_is_refused_and_not_shown(setting, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         FlowGRPOConfig.from_yaml("tiny_ocr", [f"rewards={{clip: {setting}}}"])
     assert "pa55" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "steps",
+        "prompts_per_step",
+        "images_per_prompt",
+        "epochs",
+        "seed",
+        "sampling.steps",
+        "evaluation.steps",
+        "evaluation.seed",
+    ],
+)
+def test_absurd_numbers_are_refused_by_the_settings_name(name):
+    for number in (10**19, -(10**19)):
+        with pytest.raises(FlowGRPOError, match=name) as error:
+            FlowGRPOConfig.from_yaml("tiny_ocr", [f"{name}={number}"])
+        assert "\n" not in str(error.value)

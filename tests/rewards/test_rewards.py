@@ -108,7 +108,7 @@ def test_two_ocr_rewards_read_a_tensor_once_and_again_when_it_has_changed(ocr, m
 
 
 def test_ocr_wants_quoted_text(ocr):
-    with pytest.raises(ValueError, match="no text in double quotes"):
+    with pytest.raises(ValueError, match="has nothing to read"):
         ocr(signs(CAT), ["a cat"])
 
 

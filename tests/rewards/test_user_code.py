@@ -223,7 +223,7 @@ def test_a_file_that_can_not_be_imported_says_where(folder, text, sentence):
 
 
 def test_an_error_of_a_reward_of_ours_shows_no_line_of_its_code():
-    with pytest.raises(ValueError, match=r"no text in double quotes[^(]*$"):
+    with pytest.raises(ValueError, match=r"has nothing to read[^(]*$"):
         rewards.score("ocr", rewards.load("ocr"), torch.zeros(1, 3, 32, 64), ["a fox"])
 
 
