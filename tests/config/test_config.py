@@ -330,7 +330,7 @@ def test_prompt_files_of_every_kind(tmp_path):
     ("name", "content", "words"),
     [
         ("p.txt", "", "holds no prompts"),
-        ("p.jsonl", '{"text": "one"}\n', "no column `prompt`"),
+        ("p.jsonl", '{"words": "one"}\n', "no column `prompt`"),
         ("p.jsonl", '{"prompt": "  "}\n', "is not a prompt"),
         ("p.docx", "x", "is not a .txt"),
         ("missing.txt", None, "there is no prompt file"),
