@@ -204,7 +204,7 @@ def test_devices_pipes_and_huge_files_are_refused_at_once(tmp_path, monkeypatch)
     for name in ("pipe.jsonl", "zero.txt"):
         with pytest.raises(FlowGRPOError, match=f"{name} is not a regular file"):
             load_prompts(tmp_path / name)
-    with pytest.raises(FlowGRPOError, match=r"huge.csv has 1,048,576 MB; at most 2,048 MB are read"):
+    with pytest.raises(FlowGRPOError, match=r"huge.csv has 1,048,576 MB; at most 1,024 MB are read"):
         load_prompts(tmp_path / "huge.csv")
     for device in ("/dev/zero", "/dev/random"):
         with pytest.raises(FlowGRPOError, match="is not a"):
