@@ -121,7 +121,9 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
     output = finished(process, code=75)
     step = checkpoint.steps(tmp_path / "run" / "checkpoints")[0]
     assert step >= 1, "the other one saves its last whole step"
-    assert "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, step) in output
+    assert (
+        "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, step) in output
+    )
     assert "Traceback" not in output
 
 

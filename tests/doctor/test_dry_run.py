@@ -72,7 +72,6 @@ def test_what_a_dry_run_refuses_the_run_refuses_with_the_same_words_before_it_lo
         ("height=31", "have to be divisible by 8 but are 31 and 80"),
         ("pipeline_kwargs={max_sequence_length: -1}", "max_sequence_length=-1: OverflowError"),
         ("height=4096", "can't be"),
-        ("lora.rank=100000000", "lora.rank=100000000: the LoRA alone would take"),
         (f"rewards={{{SAMPLES}:raises: 1}}", "raised RuntimeError on 2 images"),
         (f"rewards={{{SAMPLES}:nan: 1}}", "returned nan"),
     ],
@@ -82,7 +81,7 @@ def test_settings_that_fail_once_the_model_is_there_are_found_without_it(setting
     assert sentence in refused(short_run(tmp_path, setting))
 
 
-@pytest.mark.parametrize("setting", ["height=31", "pipeline_kwargs={max_sequence_length: -1}", "lora.rank=100000000"])
+@pytest.mark.parametrize("setting", ["height=31", "pipeline_kwargs={max_sequence_length: -1}"])
 def test_the_loaded_model_refuses_them_in_a_clear_error_too(setting, tmp_path):
     args = short_run(tmp_path, setting)
     sentence = refused(args)

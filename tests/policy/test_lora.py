@@ -6,6 +6,7 @@ from diffusers import StableDiffusion3Pipeline
 from peft.tuners.tuners_utils import BaseTunerLayer
 from support.embedded import CALL, LATENTS, PROMPTS, ROWS, euler, stir, tiny_policy
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.families import ATTENTION
 from flow_grpo.policy.hub import BUNDLED_MODELS, WEIGHTS
 from flow_grpo.policy.loading import load_policy
@@ -243,3 +244,9 @@ def test_a_lora_for_other_modules_and_unknown_targets_are_refused(policy, tmp_pa
         tiny_policy().add_lora(4, 8, ["to_nothing"], seed=0)
     with pytest.raises(ValueError, match="there is no LoRA"):
         tiny_policy().load_lora(tmp_path / "a" / "missing")
+
+
+def test_a_lora_that_memory_cannot_hold_is_refused_before_it_is_made(policy):
+    policy.reset_to_base()
+    with pytest.raises(FlowGRPOError, match="lora.rank=100000000: the LoRA alone would take"):
+        policy.add_lora(100_000_000, 1, None, seed=0)
