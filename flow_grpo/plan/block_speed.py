@@ -12,7 +12,7 @@ from flow_grpo.plan.hardware import TERA, Rates
 from flow_grpo.policy.device_speed import fastest
 from flow_grpo.policy.memory import FLOAT8, cast_layers
 from flow_grpo.policy.meta_pipeline import BlockCall
-from flow_grpo.policy.step_meter import flop_counter
+from flow_grpo.policy.step_meter import ModelFlopCounter
 
 SECONDS = 0.2  # of each measurement, at least
 
@@ -26,7 +26,7 @@ def measure_rates(calls: list[BlockCall], device: torch.device, dtype: torch.dty
     """
     operations, seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
     for call in calls:
-        with flop_counter() as counter, meta:
+        with ModelFlopCounter() as counter, meta:
             _run(call, False)
         forward = counter.get_total_flops()
         with counter, meta:

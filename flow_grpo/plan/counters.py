@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flow_grpo.policy.step_meter import flop_counter
+from flow_grpo.policy.step_meter import ModelFlopCounter
 
 # How many times the bytes of its input and output cuDNN takes for a convolution in 16 bits: it copies both to the order channels-last.
 # Measured on an H200 for the VAE of SD3 and FLUX, at three sizes.
@@ -58,15 +58,21 @@ def _storages(values: Any) -> dict[int, Any]:
 
 
 class FlopCounter:
-    """Counts floating point operations. Do not combine it with `LiveBytesCounter`: torch's counter holds on to tensors."""
+    """Counts floating point operations. Do not combine it with `LiveBytesCounter`: torch's counter holds on to tensors.
+
+    Attributes:
+        total: all operations.
+        recomputed: those among them that gradient checkpointing computes again.
+    """
 
     def __init__(self) -> None:
-        self.total = 0
+        self.total, self.recomputed = 0, 0
 
     def __enter__(self) -> None:
-        self._counter = flop_counter()  # a new one, since entering clears it
+        self._counter = ModelFlopCounter()  # a new one, since entering clears it
         self._counter.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._counter.__exit__(*error)
-        self.total += self._counter.get_total_flops()
+        self.recomputed += self._counter.recomputed
+        self.total += self._counter.get_total_flops() + self._counter.recomputed

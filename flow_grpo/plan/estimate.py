@@ -33,6 +33,7 @@ class StepEstimate:
         transient: bytes that are allocated for a while, by phase of the run.
         forward: floating point operations of all devices, in passes without a backward pass.
         update: those in passes with one.
+        recomputed: those of `update` that gradient checkpointing computes again.
     """
 
     microbatch: int
@@ -40,11 +41,12 @@ class StepEstimate:
     transient: dict[str, float]
     forward: float
     update: float
+    recomputed: float
 
     @property
     def operations(self) -> float:
-        """Floating-point operations of a step."""
-        return self.forward + self.update
+        """Floating-point operations of a step, as the metric `speed/tflop` counts them: without those computed again."""
+        return self.forward + self.update - self.recomputed
 
     def seconds(self, rates: Rates) -> float:
         """Seconds of a step without its rewards, on one device of these rates."""
@@ -110,8 +112,8 @@ class StepEstimator:
         transient["loading"] = max(0.0, base + self.loading.peak - sum(persistent.values()))
         if self._offloaded_encoders:
             transient[ENCODING] = self._offloaded_encoders
-        forward, update = self._operations(microbatch)
-        return StepEstimate(microbatch, persistent, transient, forward, update)
+        forward, update, recomputed = self._operations(microbatch)
+        return StepEstimate(microbatch, persistent, transient, forward, update, recomputed)
 
     def of_stage(self, stage: FlowGRPOConfig) -> "StepEstimator":
         """The estimator of a stage, whose model runs the same way."""
@@ -236,8 +238,8 @@ class StepEstimator:
         more = len(guided) if self.args.guidance <= 1 else 0
         return len(objective.references) + more + self.args.objective.needs.old_policy
 
-    def _operations(self, microbatch: int) -> tuple[float, float]:
-        """Operations of a step in which every group has reward variance: in passes without a backward pass, and in those with one."""
+    def _operations(self, microbatch: int) -> tuple[float, float, float]:
+        """Operations of a step in which every group has reward variance: `forward`, `update` and `recomputed` of `StepEstimate`."""
         args, sampling = self.args, self.args.sampling
         trained = sampling.num_trained_steps if args.stepwise else args.objective.num_noise_levels
         sampled = 0.0 if args.dataset else float(sampling.steps)
@@ -257,7 +259,8 @@ class StepEstimator:
         ):  # the means of split groups are computed before
             more += 1 + args.objective.needs.old_policy + args.objective.needs.reference
         once = sampled + self._rollout_velocities
-        return images * (once * forward + decoding + passes * more * forward), images * passes * both
+        sampling_and_references = images * (once * forward + decoding + passes * more * forward)
+        return sampling_and_references, images * passes * both, images * passes * self.trace.recomputed / 2
 
     @property
     def _rollout_velocities(self) -> int:

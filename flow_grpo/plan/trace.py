@@ -45,6 +45,7 @@ class ModelTrace:
         image_shape: (3, H, W) of the model's images, (F, 3, H, W) of videos.
         bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
         operations: floating point operations of each of `PASSES`, with 2 rows.
+        recomputed: those of `update` that gradient checkpointing computes again.
 
     Raises:
         UntraceableModel: the model's code cannot be traced without its weights.
@@ -68,8 +69,15 @@ class ModelTrace:
             with phase(f"tracing the code of {args.model}"):
                 self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)
                 self.image_shape = self.decoded_shape(2)
-                self.bytes = {rows: self._count(rows, partial(LiveBytesCounter, cuda)) for rows in (2, 4)}
-                self.operations = self._count(2, FlopCounter)
+                self.bytes = {
+                    rows: {
+                        name: counter.peak for name, counter in self._count(rows, partial(LiveBytesCounter, cuda)).items()
+                    }
+                    for rows in (2, 4)
+                }
+                counters = self._count(2, FlopCounter)
+                self.operations = {name: counter.total for name, counter in counters.items()}
+                self.recomputed = counters["update"].recomputed
         except Exception as error:  # of the pipeline's own code
             name = type(pipe).__name__
             if not self._works_without_settings():
@@ -124,26 +132,20 @@ class ModelTrace:
         """The shape of a decoded image."""
         return self.policy.decode(torch.zeros(rows, *self.latent_shape), rows).shape[1:]
 
-    def _count(self, rows: int, counter: Callable[[], Any]) -> dict[str, float]:
-        """What a kind of counter counts in each of `PASSES`."""
-        counts = (
-            self._count_velocity(rows, counter(), training=False),
-            self._count_velocity(rows, counter(), training=True),
-            self._count_decoding(rows, counter()),
-        )
-        return dict(zip(PASSES, counts, strict=True))
+    def _count(self, rows: int, counter: Callable[[], Any]) -> dict[str, Any]:
+        """A counter of that kind for each of `PASSES`, after its pass."""
+        counters = {name: counter() for name in PASSES}
+        self._count_velocity(rows, counters["rollout"], training=False)
+        self._count_velocity(rows, counters["update"], training=True)
+        with self.policy.pipe.vae.counting(counters["decoding"], False):
+            self.decoded_shape(rows)
+        return counters
 
-    def _count_velocity(self, rows: int, counter: Any, training: bool) -> float:
+    def _count_velocity(self, rows: int, counter: Any, training: bool) -> None:
         conditioning = self.policy.encode([self.prompt] * rows)
         x, index = torch.zeros(rows, *self.latent_shape), torch.arange(rows)
         with self.policy.pipe.transformer.counting(counter, training, self.release_gradients):
             self.policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
-        return _counted(counter)
-
-    def _count_decoding(self, rows: int, counter: Any) -> float:
-        with self.policy.pipe.vae.counting(counter, False):
-            self.decoded_shape(rows)
-        return _counted(counter)
 
     def _works_without_settings(self) -> bool:
         """Whether the code can be traced as the pipeline calls it by default: then the config's settings are to blame."""
@@ -154,7 +156,3 @@ class ModelTrace:
         except Exception:
             return False
         return True
-
-
-def _counted(counter: LiveBytesCounter | FlopCounter) -> float:
-    return counter.peak if isinstance(counter, LiveBytesCounter) else counter.total

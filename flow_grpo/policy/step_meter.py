@@ -25,16 +25,34 @@ Arguments = tuple[Any, ...]
 PHASES = ("encode", "rollout", "decode", "reward", "advantage", "wait", "forward", "backward", "optimizer")
 
 
-def flop_counter() -> FlopCounterMode:
-    """Torch's counter of floating point operations, which also counts the attention of a CPU. Some versions of torch count that as 0."""
-    forward, backward = (
-        getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}") for direction in ("", "_backward")
-    )
-    counts = {
-        forward: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value),
-        backward: lambda grad, query, key, value, *args, **kwargs: sdpa_backward_flop_count(grad, query, key, value),
-    }
-    return FlopCounterMode(display=False, custom_mapping=counts)
+class ModelFlopCounter(FlopCounterMode):
+    """Torch's counter of floating point operations, without those that gradient checkpointing computes again.
+
+    It also counts the attention of a CPU, which some versions of torch count as 0.
+
+    Attributes:
+        recomputed: operations that were computed again, of all the counter's contexts.
+    """
+
+    def __init__(self) -> None:
+        forward, backward = (
+            getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
+            for direction in ("", "_backward")
+        )
+        counts = {
+            forward: lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value),
+            backward: lambda grad, query, key, value, *args, **kwargs: sdpa_backward_flop_count(grad, query, key, value),
+        }
+        super().__init__(display=False, custom_mapping=counts)
+        self.recomputed = 0
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        # a backward pass enables gradients for nothing but a forward pass that is computed again
+        if not (torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1):
+            return super()._count_flops(func_packet, out, args, kwargs)
+        if func_packet in self.flop_registry:
+            self.recomputed += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+        return out
 
 
 class StepMeter:
@@ -42,8 +60,8 @@ class StepMeter:
 
     Operations are counted by torch's counter, each shape of a call once: before the first call of the transformer with arguments of new
     shapes, one more such call is made under the counter, with a backward pass if the call has gradients, and discarded. Later calls
-    are counted by their shapes. A backward pass counts when it runs, so kept graphs and rows without a loss are right; what gradient
-    checkpointing computes again counts too.
+    are counted by their shapes. A backward pass counts when it runs, so kept graphs and rows without a loss are right. What gradient
+    checkpointing computes again does not count.
 
     Args:
         lora: knows the transformers, and whether they compute with an adapter.
@@ -110,7 +128,7 @@ class StepMeter:
         if key in self._flops_of_call:
             self.flops += self._flops_of_call[key][0]
             return decode()
-        with flop_counter() as counter:
+        with ModelFlopCounter() as counter:
             result = decode()
         self._flops_of_call[key] = counter.get_total_flops(), 0
         self.flops += self._flops_of_call[key][0]
@@ -119,9 +137,9 @@ class StepMeter:
     def speed(self, seconds: float, images: float, tflop: float, dtype: torch.dtype, processes: int) -> dict[str, float]:
         """The metrics of a step that took these seconds.
 
-        MFU is the operations of all processes over what their devices could do in this time, at the highest speed measured of a large
-        matrix product in the run's dtype. Without gradient checkpointing it is the model FLOPs utilisation of arXiv 2204.02311; with it
-        the hardware FLOPs utilisation, as what is computed again counts too.
+        MFU is the model FLOPs utilisation of arXiv 2204.02311, without what gradient checkpointing computes again: the operations of all
+        processes over what their devices could do in this time, at the highest speed measured of a large matrix product in the run's
+        dtype.
 
         Args:
             images: sampled by all processes; 0 if they were given.
@@ -171,7 +189,10 @@ class StepMeter:
         args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         call = partial(transformer, *args, **kwargs)
-        with eager(), flop_counter() as counter:  # a compiled function or a graph would hide its operations from the counter
+        with (
+            eager(),
+            ModelFlopCounter() as counter,
+        ):  # a compiled function or a graph would hide its operations from the counter
             predicted = tree_leaves(call())[0]
             forward = counter.get_total_flops()
             if predicted.requires_grad:

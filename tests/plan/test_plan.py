@@ -86,10 +86,11 @@ def checkpointed() -> StepEstimator:
     return StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [*LEAN, "memory.gradient_checkpointing=true"]), cuda=True)
 
 
-def test_checkpointing_takes_less_memory_and_more_operations(default, checkpointed):
+def test_checkpointing_takes_less_memory_and_computes_forward_passes_again(default, checkpointed):
     checkpointed, plain = checkpointed.estimate(64), default.estimate(64)
     assert checkpointed.transient["update"] < 0.7 * plain.transient["update"]
-    assert checkpointed.operations > 1.05 * plain.operations
+    assert checkpointed.update > 1.05 * plain.update
+    assert checkpointed.operations == plain.operations, "what is computed again is no operation of the model"
 
 
 def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(checkpointed):

@@ -35,6 +35,13 @@ def test_a_published_model_has_its_size_and_can_be_prompted(name, no_hub):
     assert all(getattr(pipe, part)("a red cat").input_ids for part in pipe.components if part.startswith("tokenizer"))
 
 
+def test_a_prompt_of_sd35_medium_has_77_tokens_of_clip_and_128_of_t5(no_hub):
+    args = FlowGRPOConfig.from_yaml("sd35_medium_ocr")
+    pipe, _ = load_for_plan(args.model, torch.bfloat16, cuda=True)
+    embeddings = pipe.encode_prompt("a red cat", None, None, **args.pipeline_kwargs)[0]
+    assert embeddings.shape[1] == 205
+
+
 def test_the_models_of_shipped_configs_are_known_but_those_for_edits():
     models = {FlowGRPOConfig.from_yaml(file.stem).model for file in bundled_file("").glob("*.yaml")}
     assert {name for name in models if "/" in name} - set(FOLDERS) == {

@@ -7,10 +7,11 @@ import pytest
 import torch
 from support import small_policy as small
 from support.embedded import short_run
+from torch.utils.checkpoint import checkpoint
 
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.device_speed import fastest, matmul_peak, matmul_speed
-from flow_grpo.policy.step_meter import StepMeter, flop_counter
+from flow_grpo.policy.step_meter import ModelFlopCounter, StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
 
 WINDOW = "sampling={steps: 4, transition: flow_sde, window: {schedule: fixed, size: 2, first_step: 0}"
@@ -36,7 +37,7 @@ def run(tmp_path, name):
 def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it_and_those_of_plan(tmp_path, name):
     trainer, same = (run(tmp_path, name) for _ in range(2))
     for step in (0, 1):  # the second one is counted by what is known
-        with flop_counter() as counter:
+        with ModelFlopCounter() as counter:
             same.stage.update(same.stage.source.collect(step), step)
         of_texts = sum(sum(counter.get_flop_counts()[name].values()) for name in TEXT_ENCODERS)
         assert of_texts > 0
@@ -47,14 +48,37 @@ def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it_and_those_o
     assert 1e12 * tflop == pytest.approx(planned, rel=1e-3)
 
 
+def test_operations_of_a_step_are_the_same_with_and_without_checkpointing(tmp_path):
+    """What a backward pass computes again is no operation of the model (arXiv 2204.02311)."""
+    counted = {}
+    for checkpoints in (False, True):
+        more = ["objective={name: awm}", f"memory.gradient_checkpointing={str(checkpoints).lower()}"]
+        trainer = FlowGRPOTrainer(args=short_run(tmp_path / str(checkpoints), ODE, *more))
+        counted[checkpoints] = [trainer.training_step()["speed/tflop"] for _ in range(2)]
+    assert counted[False] == counted[True]
+    assert min(counted[True]) > 0
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_counted_apart(is_reentrant):
+    x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
+    product = 2 * 8**3
+    with ModelFlopCounter() as counter:
+        checkpoint(lambda y: (y @ weight).sigmoid() @ weight, x, use_reentrant=is_reentrant).sum().backward()
+    assert counter.get_total_flops() == 6 * product
+    assert counter.recomputed == (2 if is_reentrant else 1) * product, (
+        "without reentry it stops at the last tensor that is needed"
+    )
+
+
 def test_attention_on_a_cpu_counts_its_two_products_and_the_five_of_its_backward_pass():
     batch, heads, length, width = 2, 3, 16, 8
     query, key, value = (torch.randn(batch, heads, length, width, requires_grad=True) for _ in range(3))
     product = 2 * batch * heads * length * length * width
-    with flop_counter() as counter:
+    with ModelFlopCounter() as counter:
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     assert counter.get_total_flops() == 2 * product
-    with flop_counter() as counter:
+    with ModelFlopCounter() as counter:
         out.sum().backward()
     assert counter.get_total_flops() == 5 * product
 
