@@ -113,7 +113,7 @@ class StepEstimator:
         if self._offloaded_encoders:
             transient[ENCODING] = self._offloaded_encoders
         forward, update, recomputed = self._operations(microbatch)
-        return StepEstimate(microbatch, persistent, transient, forward, update, recomputed)
+        return StepEstimate(microbatch, persistent, transient, forward, update, recomputed=recomputed)
 
     def of_stage(self, stage: FlowGRPOConfig) -> "StepEstimator":
         """The estimator of a stage, whose model runs the same way."""
