@@ -69,12 +69,8 @@ class ModelTrace:
             with phase(f"tracing the code of {args.model}"):
                 self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)
                 self.image_shape = self.decoded_shape(2)
-                self.bytes = {
-                    rows: {
-                        name: counter.peak for name, counter in self._count(rows, partial(LiveBytesCounter, cuda)).items()
-                    }
-                    for rows in (2, 4)
-                }
+                memory = {rows: self._count(rows, partial(LiveBytesCounter, cuda)) for rows in (2, 4)}
+                self.bytes = {rows: {name: one.peak for name, one in counters.items()} for rows, counters in memory.items()}
                 counters = self._count(2, FlopCounter)
                 self.operations = {name: counter.total for name, counter in counters.items()}
                 self.recomputed = counters["update"].recomputed
