@@ -297,6 +297,21 @@ def test_rewards_by_path_are_called_by_their_functions_and_one_that_ranks_a_grou
     assert warning in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("weight", "advantage", "warns"), [(1e-6, "grpo", True), (1e-6, "gdpo", True), (1.0, "gdpo", False)]
+)
+def test_a_reward_with_almost_no_share_of_the_advantage_warns_once(tmp_path, weight, advantage, warns):
+    """In the first step, also if it is small by its weight alone."""
+    rewards = f"rewards={{'{REWARDS}:brightness': 1, sharpness: {weight}}}"
+    args = short_run(tmp_path / "run", rewards, f"objective.advantage={advantage}", "evaluation.prompts=null", "trackers=[]")
+    small.trainer(args).train()
+    told = [(row["step"], row["warning"]) for row in numbers(tmp_path / "run") if "warning" in row]
+    assert [step for step, _ in told] == [1] * warns
+    for _, warning in told:
+        assert "the reward sharpness has almost no effect, 0.0% of the advantage: raise its weight" in warning
+        assert ("gdpo" in warning) == (advantage != "gdpo")
+
+
 def test_several_updates_share_the_prompts_of_a_rollout(tmp_path):
     trainer = small.trainer(short_run(tmp_path / "run", "updates=2"))
     moves = []

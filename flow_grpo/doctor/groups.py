@@ -5,6 +5,7 @@ P prompts have G images each; rewards of them are (P, G).
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.group_dependence import RewardInputs
+from flow_grpo.training.group_advantages import explain_small_share
 from flow_grpo.training.image_sampler import ImageSampler
 from flow_grpo.training.rewards import HUMAN
 from flow_grpo.training.rollouts import RolloutSource
@@ -23,7 +25,6 @@ from flow_grpo.types import PromptBatch, Trajectory
 
 MAX_IMAGES = 128  # that are sampled for the checks, as far as whole groups allow
 MIN_GROUP_SIZE = 4  # images: the mean of fewer is mostly noise
-MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
 MIN_NOISE_SHARE = 0.05  # of the reward variance, that comes from the noise of trained steps
 
 
@@ -98,7 +99,7 @@ def _check_signal(source: RolloutSource, batch: PromptBatch, values: dict[str, T
         name: value for name, value, is_varied in zip(names, share.tolist(), varies.tolist(), strict=True) if is_varied
     }
     if len(of_several) > 1:
-        results.append(reward_shares(of_several))
+        results.append(reward_shares(of_several, method))
     return results
 
 
@@ -170,13 +171,12 @@ def _advice_on_zero_std(has_signal: Tensor, reward: Tensor, stepwise: bool) -> s
     return f"set more images_per_prompt,{noise} or dynamic_sampling_rounds=2, which samples more prompts."
 
 
-def reward_shares(share: dict[str, float]) -> CheckResult:
-    """The share of each reward in the advantage, as `flow_grpo.advantages.shares` has it."""
+def reward_shares(share: dict[str, float], method: str | Callable[..., Tensor]) -> CheckResult:
+    """The share of each reward in the advantage of that method, as `flow_grpo.advantages.shares` has it."""
     name, value = "shares of the advantage", ", ".join(f"{reward} {value:.0%}" for reward, value in share.items())
-    smallest = min(share, key=lambda reward: share[reward])
-    if share[smallest] >= MIN_REWARD_SHARE:
+    message = explain_small_share(share, method)
+    if message is None:
         return CheckResult(name, value, OK)
-    message = f"{smallest} has almost no effect: raise its weight, or set objective.advantage=gdpo."
     return CheckResult(name, value, WARNING, message)
 
 

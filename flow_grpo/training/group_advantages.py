@@ -13,6 +13,8 @@ from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.scored_images import ScoredImages
 from flow_grpo.types import PromptBatch
 
+MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
+
 
 class GroupAdvantages:
     """Compares images with those of their group, by the settings of a stage.
@@ -100,6 +102,26 @@ def contribution_metrics(
         **{f"advantage/share/{prefix}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
         **{f"advantage/correlation/{prefix}{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
     }
+
+
+def logged_shares(metrics: dict[str, float]) -> dict[str, float]:
+    """The share of each reward, as NAME or SET/NAME, in the metrics of `contribution_metrics`."""
+    prefix = "advantage/share/"
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
+def explain_small_share(share: dict[str, float], method: str | Callable[..., Tensor]) -> str | None:
+    """What to do about the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`.
+
+    A share of exactly 0 is that of a reward without any spread within groups, which no weight changes.
+    """
+    with_spread = {name: value for name, value in share.items() if value != 0}
+    if not with_spread or min(with_spread.values()) >= MIN_REWARD_SHARE:
+        return None
+    smallest = min(with_spread, key=lambda name: with_spread[name])
+    percent = f"{round(with_spread[smallest], 3) + 0:.1%}"  # + 0: never -0.0%
+    gdpo = "" if method == "gdpo" else ", or set objective.advantage=gdpo"
+    return f"{smallest} has almost no effect, {percent} of the advantage: raise its weight{gdpo}."
 
 
 def _split_by_weights(rows: Tensor, weights: Tensor) -> list[Tensor]:

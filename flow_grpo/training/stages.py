@@ -12,6 +12,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.critic import Critic
+from flow_grpo.training.group_advantages import explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import OfflineSource
 from flow_grpo.training.rollouts import RolloutSource
@@ -81,6 +82,8 @@ class Stage:
             before = self.loop_state()
             try:
                 experience, metrics = self._attempt(step)
+                if step == self.start:
+                    self._warn_of_small_share(step, metrics)
                 return experience, metrics | self._speed(time.perf_counter() - started, metrics)
             except (Interrupted, Exception) as error:
                 self.restore_loop_state(before)
@@ -98,6 +101,12 @@ class Stage:
         metrics |= {"time/update": time.perf_counter() - started, "speed/tflop": self._total_flops() / 1e12}
         phases = {f"time/{name}": seconds for name, seconds in self.policy.meter.seconds().items()}
         return experience, {**experience.metrics, **metrics, **phases}
+
+    def _warn_of_small_share(self, step: int, metrics: dict[str, float]) -> None:
+        """Add a warning if a trained reward has almost no effect. All processes have the same metrics, and the main one warns."""
+        message = explain_small_share(logged_shares(metrics), self.args.objective.advantage)
+        if message is not None and self.processes.is_main:
+            self.warnings.append(f"in step {step + 1} the reward {message}")
 
     def _speed(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
         """The step's time and speed. The main process's numbers are logged, and it alone measures the device."""
