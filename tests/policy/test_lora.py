@@ -248,5 +248,5 @@ def test_a_lora_for_other_modules_and_unknown_targets_are_refused(policy, tmp_pa
 
 def test_a_lora_that_memory_cannot_hold_is_refused_before_it_is_made(policy):
     policy.reset_to_base()
-    with pytest.raises(FlowGRPOError, match="lora.rank=100000000: the LoRA alone would take"):
+    with pytest.raises(FlowGRPOError, match=r"lora\.rank=100000000: the LoRA alone would take"):
         policy.add_lora(100_000_000, 1, None, seed=0)
