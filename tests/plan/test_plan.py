@@ -690,8 +690,8 @@ def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch)
     monkeypatch.setattr(
         fit, "build_rewards", lambda args, **_: (lambda images, *rest, **more: counts.append(len(images)), [])
     )
-    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["prompts_per_step=16", "images_per_prompt=1000000", "microbatch=64"])
-    assert fit.baseline_memory(args) == 5 + (16_000_000 - 128) * 3 * 32 * 80 * 4
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["prompts_per_step=16", "images_per_prompt=10000", "microbatch=64"])
+    assert fit.baseline_memory(args) == 5 + (160_000 - 128) * 3 * 32 * 80 * 4
     assert counts == [128]
 
 

@@ -9,11 +9,12 @@ import yaml
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import ocr_prompts
-from flow_grpo.rewards.ocr import OCR, QUOTED
+from flow_grpo.rewards.ocr import OCR
+from flow_grpo.rewards.quotes import quoted_texts
 
 SIZES = {"train": 4096, "test": 512}
 PROMPTS = {name: load_prompts(f"prompts/ocr_{name}.txt").prompts for name in SIZES}
-TEXTS = {name: [QUOTED.search(prompt)[1] for prompt in prompts] for name, prompts in PROMPTS.items()}
+TEXTS = {name: [quoted_texts(prompt)[0] for prompt in prompts] for name, prompts in PROMPTS.items()}
 EVERY = [*PROMPTS["train"], *PROMPTS["test"]]
 
 
@@ -96,6 +97,6 @@ def test_more_texts_than_the_vocabulary_has_are_refused(tmp_path, monkeypatch):
     }
     file.write_text(yaml.safe_dump({**kinds, "scenes": {"sign": scene}}))
     monkeypatch.setattr(ocr_prompts, "VOCABULARY", file)
-    assert {QUOTED.search(prompt)[1] for prompt in ocr_prompts.prompts(2, 0)} == {"Exit 1", "Exit 2"}
+    assert {quoted_texts(prompt)[0] for prompt in ocr_prompts.prompts(2, 0)} == {"Exit 1", "Exit 2"}
     with pytest.raises(ValueError, match="the vocabulary has only 2 different texts, not 3"):
         ocr_prompts.prompts(3, 0)
