@@ -33,7 +33,7 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
     early_checks.check_settings(args, num_processes)
     prompts, held_out = _check_prompts(args, num_processes, report)
     estimator = check_model(args, num_processes, report, estimate=prompts is not None)
-    check_rewards(args, prompts, None if estimator is None else estimator.trace.image_shape, report)
+    check_rewards(args, prompts, held_out, None if estimator is None else estimator.trace.image_shape, report)
     if estimator is not None:  # after what may fail, as it takes seconds
         report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))
     _check_begun(folder, resume, report)

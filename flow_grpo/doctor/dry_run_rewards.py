@@ -18,12 +18,17 @@ ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded
 
 
 def check_rewards(
-    args: FlowGRPOConfig, prompts: PromptSet | None, image_shape: torch.Size | None, report: DryRunReport
+    args: FlowGRPOConfig,
+    prompts: PromptSet | None,
+    held_out: PromptSet | None,
+    image_shape: torch.Size | None,
+    report: DryRunReport,
 ) -> None:
     """Call every reward of the run, except those that cost a person's time or money.
 
     Args:
         prompts: of training; None if they are not downloaded. A reward may need what only they have: then its error is a note.
+        held_out: the prompts of rewards that only evaluations measure; None if they are not set or not downloaded.
         image_shape: of the model's images or videos; None if it is unknown.
     """
     monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
@@ -38,7 +43,8 @@ def check_rewards(
     for name, setting in {**monitored, **args.rewards}.items():
         try:
             with phase(f"calling reward {name}"), offline_mode():
-                reason = _call(name, setting, images, prompts, args, is_known=image_shape is not None)
+                asked = prompts if name in args.rewards else held_out
+                reason = _call(name, setting, images, asked, args, is_known=image_shape is not None)
         except ValueError as error:
             _report_failure(name, setting, error, report)
             continue

@@ -90,6 +90,16 @@ def test_the_loaded_model_refuses_them_in_a_clear_error_too(setting, tmp_path):
     assert str(error.value) == sentence
 
 
+def test_a_reward_that_only_evaluations_measure_is_called_with_held_out_prompts(tmp_path):
+    """`color` needs prompts of its own form, which the held-out signs have."""
+    (tmp_path / "p.txt").write_text('a sign with "ZERO"\na sign with "ONE"\n')
+    prompts = f"prompts={tmp_path / 'p.txt'}"
+    settings = ["rewards={ocr: 1}", "evaluation.rewards=[color]", "evaluation.prompts=prompts/signs_eval.txt"]
+    assert "color" in " ".join(dry_run(short_run(tmp_path / "run", prompts, *settings)))
+    with pytest.raises(ValueError, match="reward color raised"):
+        dry_run(short_run(tmp_path / "run", prompts, "rewards={ocr: 1, color: 1}", "evaluation.prompts=null"))
+
+
 def test_a_run_folder_that_cant_be_written_is_refused_and_a_taken_one_is_a_warning_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("")
     for output in ("/dev/null", "/proc/nothing/here", str(tmp_path / "file" / "run")):
