@@ -138,7 +138,7 @@ def used_bytes() -> int:
 
 def keep_peak_speed() -> None:
     """Measure and keep the GPU's highest speed while nothing else runs: rows that run at once would measure a share of it."""
-    code = "import torch; from flow_grpo.policy.device_speed import *; matmul_peak(torch.device('cuda'), torch.bfloat16)"
+    code = "import torch; from flow_grpo.policy.devices import *; matmul_peak(torch.device('cuda'), torch.bfloat16)"
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True)
 
 

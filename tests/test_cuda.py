@@ -11,7 +11,7 @@ from support.families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.policy.device_speed import fastest
+from flow_grpo.policy.devices import fastest
 from flow_grpo.policy.memory import on_device, pin_together
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.rewards import load

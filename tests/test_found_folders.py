@@ -15,9 +15,9 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
 from flow_grpo.export.export import export
 from flow_grpo.policy import hub
-from flow_grpo.policy.embedding_cache import EmbeddingCache
+from flow_grpo.policy.encoding import EmbeddingCache
+from flow_grpo.policy.hub import stored_bytes
 from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.model_files import stored_bytes
 from flow_grpo.report import page
 from flow_grpo.run_folder import layout
 

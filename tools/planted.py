@@ -337,14 +337,14 @@ BUGS = [
     ),
     (
         "weights that were loaded are taken for the base model's when they are trained further",
-        "flow_grpo/policy/full_weights.py",
+        "flow_grpo/policy/weights.py",
         "(self.base or own).items()",
         "own.items()",
         "tests/policy/test_full_finetuning.py -k saved_transformer",
     ),
     (
         "the base model keeps its 16 bits, and rounds the trained weights that take its place",
-        "flow_grpo/policy/full_weights.py",
+        "flow_grpo/policy/weights.py",
         "{name: value.float() for name, value in self.base.items()}",
         "self.base",
         "tests/policy/test_full_finetuning.py -k saved_transformer",
@@ -358,14 +358,14 @@ BUGS = [
     ),
     (
         "autograd sees the base model's weights come and go",
-        "flow_grpo/policy/full_weights.py",
+        "flow_grpo/policy/weights.py",
         "local_shard(self.transformer.get_parameter(name).data)",
         "local_shard(self.transformer.get_parameter(name))",
         "tests/policy/test_full_finetuning.py -k come_and_go",
     ),
     (
         "a swap of weights that fails leaves half of them",
-        "flow_grpo/policy/full_weights.py",
+        "flow_grpo/policy/weights.py",
         "            for name in done:\n                self._exchange(name)\n",
         "",
         "tests/policy/test_full_finetuning.py -k half_way",
@@ -1007,7 +1007,7 @@ BUGS = [
     ),
     (
         "a LoRA with NaN draws black pictures",
-        "flow_grpo/policy/weight_checks.py",
+        "flow_grpo/policy/weights.py",
         "    if broken:",
         "    if False:",
         "tests/policy/test_lora_files.py -k taken_off",
@@ -1042,7 +1042,7 @@ BUGS = [
     ),
     (
         "images of other sizes share a call",
-        "flow_grpo/policy/conditioning.py",
+        "flow_grpo/policy/encoding.py",
         "tuple(image.size for image in images_of(prompt))",
         "()",
         "tests/policy/test_image_families.py -k 'own_images and qwen'",

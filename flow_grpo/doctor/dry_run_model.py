@@ -14,9 +14,9 @@ from flow_grpo.plan.published import FOLDERS, load_for_plan
 from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
-from flow_grpo.policy.model_files import check_weight_files
+from flow_grpo.policy.hub import check_weight_files
+from flow_grpo.policy.loading import check_generated
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.sizes import check_generated
 from flow_grpo.rewards.downloads import is_missing_download
 from flow_grpo.training.early_checks import check_frames
 

@@ -13,8 +13,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
-from flow_grpo.policy.device_speed import matmul_speed
-from flow_grpo.policy.devices import DTYPES
+from flow_grpo.policy.devices import DTYPES, matmul_speed
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES

@@ -14,8 +14,8 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
+from flow_grpo.policy.loading import check_size
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.policy.sizes import check_size
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.samples import best_and_worst

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flow_grpo.plan.hardware import TERA, Rates
-from flow_grpo.policy.device_speed import fastest
+from flow_grpo.policy.devices import fastest
 from flow_grpo.policy.memory import FLOAT8, cast_layers
 from flow_grpo.policy.meta_pipeline import BlockCall
 from flow_grpo.policy.step_meter import ModelFlopCounter

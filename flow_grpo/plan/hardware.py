@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.policy.device_speed import matmul_speed
+from flow_grpo.policy.devices import matmul_speed
 from flow_grpo.text import suggest
 
 GB, TERA = 1e9, 1e12

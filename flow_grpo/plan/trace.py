@@ -18,10 +18,10 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.counters import FlopCounter, LiveBytesCounter
 from flow_grpo.plan.published import load_for_plan
 from flow_grpo.policy.hub import resolve_lora
+from flow_grpo.policy.loading import add_trainable_weights
 from flow_grpo.policy.memory import apply_memory_settings
 from flow_grpo.policy.meta_pipeline import BlockCall
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.progress import phase
 from flow_grpo.text import first_line
 

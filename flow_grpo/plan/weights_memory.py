@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from flow_grpo.policy.hub import stored_bytes
 from flow_grpo.policy.memory import cast_layers, repeated_blocks
 from flow_grpo.policy.meta_pipeline import MetaModule, MetaTextEncoder
-from flow_grpo.policy.model_files import stored_bytes
 
 NF4_BITS = 4.5  # per weight, with the scales; the meta pipeline itself has the float8 weights of fp8_layerwise
 

@@ -1,14 +1,26 @@
-"""Finding a model or a LoRA: a bundled name, a folder or a hub id. A missing folder is an error, without asking the hub."""
+"""Find a model or a LoRA by a bundled name, a folder or a hub id, and check its files before they are loaded."""
 
+import math
 import re
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
 
 from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import check_safetensors
 from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
 from flow_grpo.run_folder import layout
 from flow_grpo.text import suggest
@@ -20,6 +32,16 @@ WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safet
 ADAPTER_CONFIG = "adapter_config.json"  # beside a LoRA in peft's format: its rank and alpha
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+", re.ASCII)
+MAX_ERROR_LENGTH = 250  # of another library's error, in characters
+NETWORKS = ("transformer", "vae", "text_encoder")  # prefixes of the parts that are networks in every pipeline
+SHARD = r"(?:-\d+-of-\d+)?"
+WEIGHT_FILE = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}  # safetensors' names
 
 
 def expert_weights(component: str) -> str:
@@ -159,3 +181,200 @@ def looks_like_hub_id(name: str) -> bool:
     """Whether a name that is no file may be `owner/model`, and not a misspelt path."""
     owner = name.partition("/")[0]
     return HUB_ID.fullmatch(name) is not None and not Path(owner).is_dir()
+
+
+@dataclass(frozen=True)
+class Index:
+    """The content of a model_index.json.
+
+    Attributes:
+        pipeline_class: the class of the pipeline.
+        parts: the class of each part; None for one that is left out.
+        settings: other arguments of the pipeline.
+    """
+
+    pipeline_class: type[DiffusionPipeline]
+    parts: dict[str, Any]
+    settings: dict[str, Any]
+
+
+def read_index(folder: str | Path) -> Index:
+    """Read the index of a folder. FlowGRPOError if a part is missing or has no readable config."""
+    folder = Path(folder)
+    with load_errors(folder):
+        content = _read_json_object(folder / INDEX)
+        name = content.get("_class_name")
+        pipeline_class = getattr(diffusers, name, None) if isinstance(name, str) else None
+        if not isinstance(pipeline_class, type) or not issubclass(pipeline_class, DiffusionPipeline):
+            raise FlowGRPOError(
+                f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}"
+            )
+        arguments = {
+            name: p for name, p in signature(pipeline_class).parameters.items() if p.kind is not Parameter.VAR_KEYWORD
+        }
+        entries = {name: content[name] for name in arguments if name in content}
+        optional = getattr(pipeline_class, "_optional_components", ())
+        settings = {name for name, argument in arguments.items() if argument.default is not Parameter.empty} - {*optional}
+        parts = {
+            name: _class(name, entry)
+            for name, entry in entries.items()
+            if isinstance(entry, list) and (name not in settings or _names_class(entry))
+        }
+        for name in arguments:
+            if parts.get(name, Any) is None and name not in settings and name not in optional:
+                raise FlowGRPOError(
+                    f"{INDEX} leaves out {name} ([null, null]), and {pipeline_class.__name__} can't be loaded without it: copy its "
+                    "folder from the published model, and its entry"
+                )
+            if name not in settings and name not in optional and parts.get(name) is None:
+                raise FlowGRPOError(
+                    f"{INDEX} names no {name} with its library and class, and {pipeline_class.__name__} needs one"
+                )
+        for name, part in parts.items():
+            if part is not None:
+                _check_configs(folder / name, part)
+    return Index(pipeline_class, parts, {name: entry for name, entry in entries.items() if name not in parts})
+
+
+def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> None:
+    """Load all networks as a run does, but on the meta device.
+
+    Args:
+        left_out: parts that will not be loaded.
+
+    Raises:
+        FlowGRPOError: one of them could not be loaded, or its files lack tensors, which would then be random.
+    """
+    folder = Path(folder)
+    variant = weights_variant(folder)
+    for name, part in networks(read_index(folder)).items():
+        quantised = "quantization_config" in _read_json_object(folder / name / "config.json")
+        if name in left_out or quantised:  # the library that quantised it may need a GPU
+            continue
+        with load_errors(folder):
+            _check_files(folder / name)
+        with load_errors(folder, name):
+            own = {"variant": variant} if variant and variant == _weight_files(folder / name)[0] else {}
+            _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True, **own)
+            if missing := sorted(report["missing_keys"]):
+                more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+                raise FlowGRPOError(f"its weights lack {missing[0]}{more}; copy or download them again")
+
+
+def weights_variant(folder: str | Path) -> str | None:
+    """The variant by which `from_pretrained` finds the weights of a folder, such as fp16; None if all parts have plain files."""
+    parts = (part for part in sorted(Path(folder).iterdir()) if part.is_dir())
+    return next((variant for part in parts if (variant := _weight_files(part)[0])), None)
+
+
+def _weight_files(part: Path) -> tuple[str | None, list[Path]]:
+    """The weights of a network, plain ones before a variant, and which variant they are."""
+    by_variant: dict[str, list[Path]] = {}
+    for file in sorted(part.glob("*.safetensors")):
+        if match := WEIGHT_FILE.fullmatch(file.name):
+            by_variant.setdefault(match["variant"] or "", []).append(file)
+    variant = min(by_variant, default="")
+    return variant or None, by_variant.get(variant, [])
+
+
+def networks(index: Index) -> dict[str, Any]:
+    """The classes of the parts that have weights."""
+    return {name: part for name, part in index.parts.items() if part and issubclass(part, torch.nn.Module)}
+
+
+def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
+    sizes = []
+    for file in _weight_files(folder)[1]:
+        converted, unchanged = 0, 0
+        _check_readable(file)
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_slice(name)
+                tensor_dtype = STORED_DTYPES.get(tensor.get_dtype())
+                size = math.prod(tensor.get_shape()) * (tensor_dtype.itemsize if tensor_dtype else 1)
+                converted, unchanged = (
+                    (converted + size, unchanged) if tensor_dtype not in (None, dtype) else (converted, unchanged + size)
+                )
+        sizes.append((converted, unchanged))
+    return sizes
+
+
+@contextmanager
+def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
+    """Context in which any error of a library about the model becomes a ValueError of one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        prefix = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
+        reason = shorten(f"{prefix}{error}", MAX_ERROR_LENGTH).rstrip(".")
+        raise FlowGRPOError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
+
+
+def _read_json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = read_json(file)
+    except FlowGRPOError as error:  # also of 100,000 brackets
+        raise FlowGRPOError(f"{_short_path(file)} is not valid JSON") from error
+    if not isinstance(content, dict):
+        raise FlowGRPOError(f"{_short_path(file)} holds no JSON object")
+    return content
+
+
+def _names_class(entry: list[Any]) -> bool:
+    return len(entry) == 2 and all(isinstance(word, str) for word in entry)
+
+
+def _class(name: str, entry: list[Any]) -> Any:
+    if entry == [None, None]:
+        return None
+    if not _names_class(entry):
+        raise FlowGRPOError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
+    library, class_name = entry
+    module = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
+    part_class = getattr(module, class_name, None)
+    if not isinstance(part_class, type):
+        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and there is no such class")
+    if name.startswith(NETWORKS) and not issubclass(part_class, torch.nn.Module):
+        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and that is no network")
+    return part_class
+
+
+def _check_configs(folder: Path, part: Any) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise FlowGRPOError(f"{INDEX} names {folder.name}, and its folder is missing or empty")
+    if issubclass(part, torch.nn.Module) and not (folder / "config.json").is_file():
+        raise FlowGRPOError(f"there is no {folder.name}/config.json")
+    for file in folder.glob("*config.json"):
+        _read_json_object(file)
+
+
+def _check_files(folder: Path) -> None:
+    """Raise FlowGRPOError if a network's weights are missing or cut off, or some of their shards are missing."""
+    for index in folder.glob("*.index.json"):
+        shards = _read_json_object(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise FlowGRPOError(f"{_short_path(index)} has no weight_map")
+        if missing := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
+            raise FlowGRPOError(f"there is no {folder.name}/{missing}, which {index.name} names; copy or download it again")
+    files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
+    if not files:
+        raise FlowGRPOError(f"there are no weights in the folder {folder.name}; copy or download them again")
+    for file in files:
+        if file.suffix == ".safetensors":
+            _check_readable(file)
+            check_safetensors(file)
+
+
+def _check_readable(file: Path) -> None:
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise FlowGRPOError(f"{_short_path(file)} is damaged ({error}); copy or download it again") from error
+
+
+def _short_path(file: Path) -> str:
+    return file.name if file.name == INDEX else f"{file.parent.name}/{file.name}"

@@ -1,30 +1,15 @@
-"""Replacements for a pipeline's scheduler and transformer, which end its call early; checks of a pipeline and its arguments."""
+"""Replacements for a pipeline's scheduler and transformer, which end its call early."""
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from jaxtyping import Float
 from torch import Tensor
 
-from flow_grpo.errors import FlowGRPOError
-from flow_grpo.image_prompt import images_of
-from flow_grpo.policy.families import Family
-
 TABLE_SIZE = 4096  # of a shift: linear between them, sigma is off by less than 1e-5
-RESERVED_ARGUMENTS = (
-    "prompt",
-    "latents",
-    "num_inference_steps",
-    "num_images_per_prompt",
-    "num_videos_per_prompt",
-    "output_type",
-    "return_dict",
-    "generator",
-)
 
 
 class StopPipeline(Exception):
@@ -114,63 +99,6 @@ def with_execution_device(kind: type, device: torch.device) -> type:
     """A subclass of the pipeline that computes on that device, even if some of its parts are on another one."""
     device_property = property(lambda self: device)
     return type(kind.__name__, (kind,), {"_execution_device": device_property, "device": device_property})
-
-
-def check_flow(pipe: DiffusionPipeline, parameters: Any) -> None:
-    """Raise FlowGRPOError if a pipeline does not sample a flow, or takes no `latents`."""
-    scheduler, name = type(pipe.scheduler).__name__ if hasattr(pipe, "scheduler") else "no scheduler", type(pipe).__name__
-    config = getattr(getattr(pipe, "scheduler", None), "config", {})
-    flow = "FlowMatch" in scheduler or (config.get("prediction_type") == "flow_prediction" and config.get("use_flow_sigmas"))
-    if not flow or not hasattr(pipe, "transformer"):
-        raise FlowGRPOError(
-            f"{name} with {scheduler} does not sample a flow: give a pipeline with a transformer and a "
-            "FlowMatchEulerDiscreteScheduler, such as Stable Diffusion 3.5 or FLUX.1."
-        )
-    if "audio_latents" in parameters:
-        raise FlowGRPOError(
-            f"{name} also denoises audio latents, which is not supported: give a pipeline with one latent state."
-        )
-    if {"image", "num_frames"} <= set(parameters):
-        raise FlowGRPOError(f"{name} makes videos from images, which is not supported: give a text-to-video pipeline.")
-    if "latents" not in parameters:
-        raise FlowGRPOError(f"{name} takes no latents, so its velocity can't be computed at a given state.")
-
-
-def check_call(name: str, family: Family, parameters: Any, call: dict[str, Any]) -> None:
-    """Raise FlowGRPOError if an argument of the call does not exist or must not be set."""
-    for argument in call:
-        if argument in RESERVED_ARGUMENTS:
-            raise FlowGRPOError(f"{argument} can't be set in pipeline_kwargs: this package sets it.")
-        if argument in family.unsupported:
-            raise FlowGRPOError(f"{argument} of {name} can't be used: {family.unsupported[argument]}.")
-        if argument not in parameters:
-            raise FlowGRPOError(f"{name} takes no argument {argument}; it takes {', '.join(list(parameters)[1:])}.")
-
-
-def check_images(name: str, family: Family, parameters: Any, call: dict[str, Any], prompts: Iterable[str]) -> None:
-    """Raise FlowGRPOError if a pipeline can't be called with the images of the prompts, or without any."""
-    takes_size = {"height", "width"} & set(parameters)
-    has_size = all(call.get(side) is not None for side in takes_size)
-    for prompt in dict.fromkeys(prompts):
-        count, shown = len(images_of(prompt)), repr(str(prompt))[:80]
-        if not count and family.needs_image:
-            raise FlowGRPOError(f"{name} edits images, and the prompt {shown} has none: give prompts a column `image`.")
-        if not count:
-            continue
-        if family.image not in parameters:
-            raise FlowGRPOError(
-                f"{name} takes no images, and the prompt {shown} has {count}: give an editing pipeline, such as FLUX.2."
-            )
-        if count > family.max_images:
-            raise FlowGRPOError(f"{name} takes {family.max_images} images to a prompt, and the prompt {shown} has {count}.")
-        if not takes_size:
-            raise FlowGRPOError(
-                f"{name} takes the size of a result from the prompt's image, but all results of a run have one size."
-            )
-        if not has_size:
-            raise FlowGRPOError(
-                f"{name} would take the size of each prompt's image: set height and width, as all results have one size."
-            )
 
 
 def images_to_tensor(images: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loading a policy: the model, its dtype, its quantisation and a saved LoRA."""
+"""Load a policy: the model, its dtype, its quantisation and a saved LoRA; add what a run trains; check guidance and size."""
 
 import math
 import threading
@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
-from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.config.sections import LoraConfig, MemoryConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
-from flow_grpo.policy.embedding_cache import EmbeddingCache
-from flow_grpo.policy.encoding import ENCODER_PREFIXES
+from flow_grpo.policy.encoding import ENCODER_PREFIXES, EmbeddingCache
+from flow_grpo.policy.hub import check_weight_files, load_errors, weights_variant
 from flow_grpo.policy.library_logging import quietly
 from flow_grpo.policy.memory import apply_memory_settings, move_to_device, quantization
-from flow_grpo.policy.model_files import check_weight_files, load_errors, weights_variant
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import downloads
+from flow_grpo.text import first_line
 
 # transformers and diffusers set global state while they load, which two threads would leave wrong
 LOADING = threading.RLock()
@@ -146,3 +147,78 @@ def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, with
         check_weight_files(source, left_out)
         options["variant"] = weights_variant(source)
     return options
+
+
+def add_trainable_weights(policy: Policy, lora: LoraConfig | None, seed: int) -> None:
+    """Add a LoRA, its weights drawn from `seed`; or train all weights if `lora` is None. A LoRA that the policy already has stays.
+
+    Raises:
+        FlowGRPOError: the policy carries what the settings do not ask for.
+    """
+    if lora is None and policy.has_lora:
+        raise FlowGRPOError("lora=null trains all weights, but the policy that was given carries a LoRA: give one without.")
+    if lora is None:
+        policy.enable_full_finetuning()
+        return
+    if policy.is_full_finetuning and lora.init_from is None:
+        raise FlowGRPOError("the policy that was given trains all weights: set lora=null, or give one that does not.")
+    if policy.is_full_finetuning:
+        raise FlowGRPOError(
+            f"lora.init_from={lora.init_from} holds a whole transformer: merge it into a model by `flow-grpo export`, and set model."
+        )
+    if not policy.has_lora:
+        policy.add_lora(lora.rank, lora.alpha, lora.targets, seed)
+
+
+def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
+    """Raise FlowGRPOError if the pipeline has no guidance: its velocity is the same with that scale and with none.
+
+    It also tries whether a call with that scale can have a timestep per row. Where weights are sharded, it comes before that.
+
+    Args:
+        hint: what to do then, the end of the message.
+    """
+    if _same_velocity(policy.with_guidance(guidance), policy.with_guidance(1.0)) and guidance > 1:
+        raise FlowGRPOError(f"{type(policy.pipe).__name__} has no guidance: {hint}")
+
+
+@torch.no_grad()
+def _same_velocity(guided: FlowPipeline, unguided: FlowPipeline) -> bool:
+    schedule, shape = guided.schedule(2)
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    rows, velocities = torch.arange(2), []
+    for model in (guided, unguided):
+        conditioning = model.encode([model.probe_prompts[1]] * 2)
+        model.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike
+        velocities.append(model.velocity(x, schedule.timesteps[0], conditioning, rows))
+    return torch.equal(*velocities)
+
+
+@torch.no_grad()
+def check_size(model: FlowPipeline, setting: str, height: int | None, width: int | None) -> None:
+    """Generate an image in one step without its noise being removed. FlowGRPOError if that fails or has another size.
+
+    Args:
+        setting: the name of the settings of the size, for the error.
+        height, width: as the pipeline is called, None for its own size.
+    """
+    name, row = type(model.pipe).__name__, torch.zeros(1, dtype=torch.long)
+    try:
+        schedule, shape = model.schedule(2)
+        x = torch.zeros(1, *shape)
+        model.velocity(x, schedule.timesteps[0], model.encode(model.probe_prompts[:1]), row)
+        size = model.decode(x).shape[-2:]
+    except (torch.OutOfMemoryError, FlowGRPOError):  # the latter says what the pipeline can't be called with
+        raise
+    except Exception as error:  # each pipeline has its own
+        raise FlowGRPOError(f"{setting}: {name} can't generate {height} x {width} pixels: {first_line(error)}") from error
+    check_generated(name, setting, (height, width), size)
+
+
+def check_generated(name: str, setting: str, asked: tuple[int | None, int | None], size: torch.Size) -> None:
+    """FlowGRPOError if the images of the pipeline of that name have another size than asked, where a size is asked."""
+    height, width = (side or own for side, own in zip(asked, size, strict=True))
+    if tuple(size) != (height, width):
+        raise FlowGRPOError(
+            f"{setting}: {name} generates {size[0]} x {size[1]} pixels, not {height} x {width}: set that size."
+        )

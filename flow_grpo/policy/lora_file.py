@@ -23,7 +23,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import CHECKSUM, DATA_HASH, UNKNOWN_HASH, check_safetensors, seal_safetensors
 from flow_grpo.policy.hub import ADAPTER_CONFIG, PEFT_WEIGHTS, WEIGHTS
-from flow_grpo.policy.weight_checks import check_weights
+from flow_grpo.policy.weights import check_weights
 from flow_grpo.rewards.downloads import downloads, hub_file
 from flow_grpo.text import counted
 

@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.policy.cuda_graphs import ForwardGraphs
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.families import denoisers, family
 from flow_grpo.text import first_line
@@ -226,15 +225,6 @@ def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn
     if not blocks:
         raise FlowGRPOError(f"{setting}: diffusers does not name the repeated blocks of {type(transformer).__name__}.")
     return blocks
-
-
-def free_memory(transformers: Iterable[torch.nn.Module], device: torch.device) -> None:
-    """Free the CUDA graphs of transformers, which are captured again when they are needed, and what torch keeps of a GPU's memory."""
-    for transformer in transformers:
-        if isinstance(transformer.forward, ForwardGraphs):
-            transformer.forward.clear()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def peak_memory(device: torch.device) -> float:

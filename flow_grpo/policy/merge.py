@@ -9,9 +9,9 @@ from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import denoisers
-from flow_grpo.policy.full_weights import write_transformer
 from flow_grpo.policy.memory import cast_layers
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.weights import write_transformer
 
 
 def save_merged(policy: Policy, folder: Path, base: str) -> None:

@@ -25,8 +25,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
+from flow_grpo.policy.hub import load_errors, read_index
 from flow_grpo.policy.memory import repeated_blocks
-from flow_grpo.policy.model_files import load_errors, read_index
 from flow_grpo.rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]

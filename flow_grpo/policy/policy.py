@@ -12,14 +12,13 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import with_images
-from flow_grpo.policy.ema import MovingAverage
-from flow_grpo.policy.full_weights import FullWeights
+from flow_grpo.policy.cuda_graphs import ForwardGraphs
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.lora import TRAINED, Lora
-from flow_grpo.policy.memory import compile_blocks, free_memory, repeated_blocks
+from flow_grpo.policy.memory import compile_blocks, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.step_meter import StepMeter
-from flow_grpo.policy.weight_checks import check_shapes, check_weights, damaged_file
+from flow_grpo.policy.weights import FullWeights, MovingAverage, check_shapes, check_weights, damaged_file
 from flow_grpo.text import first_line
 
 
@@ -192,7 +191,11 @@ class Policy(FlowPipeline):
 
     def free_memory(self) -> None:
         """Free what is made again when it is needed: CUDA graphs, and what torch keeps of a GPU's memory."""
-        free_memory(self.lora.transformers.values(), self.device)
+        for transformer in self.lora.transformers.values():
+            if isinstance(transformer.forward, ForwardGraphs):
+                transformer.forward.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def shard(self, processes: Processes) -> None:
         """Shard the weights over the processes. From now on all of them call the transformer equally often.

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from flow_grpo.policy.device_speed import matmul_peak
+from flow_grpo.policy.devices import matmul_peak
 from flow_grpo.policy.lora import Lora
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.probes import eager

@@ -16,7 +16,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.resume import changes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import WriteError, remove, write_atomic
-from flow_grpo.policy.device_speed import device_name
+from flow_grpo.policy.devices import device_name
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics, rewind

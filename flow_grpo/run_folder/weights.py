@@ -4,9 +4,9 @@ from pathlib import Path
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.policy.loading import add_trainable_weights
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights
-from flow_grpo.policy.weight_checks import check_weights
+from flow_grpo.policy.weights import check_weights
 from flow_grpo.run_folder import checkpoint, layout
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from flow_grpo import objectives, sde
 from flow_grpo.config.anchors import NamedAnchor, decay_at
 from flow_grpo.config.objective import Objective
-from flow_grpo.policy.conditioning import Conditioning
-from flow_grpo.policy.guidance import check_guidance
+from flow_grpo.policy.encoding import Conditioning
+from flow_grpo.policy.loading import check_guidance
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import Experience, Loss, TrainedStep

@@ -11,7 +11,7 @@ from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.policy.conditioning import Conditioning
+from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum

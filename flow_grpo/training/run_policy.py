@@ -8,13 +8,10 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.cuda_graphs import use_cuda_graphs
-from flow_grpo.policy.device_speed import bf16_speedup
-from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
-from flow_grpo.policy.guidance import check_guidance
-from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.devices import DTYPES, bf16_speedup, default_dtype, usable_device
+from flow_grpo.policy.loading import add_trainable_weights, check_guidance, load_policy
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.trainable import add_trainable_weights
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.training.anchors import add_references
 

@@ -12,9 +12,8 @@ from flow_grpo.data.prompt_syntax import syntax_warnings
 from flow_grpo.data.prompts import Prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy import hub
-from flow_grpo.policy.loading import pipeline_of
+from flow_grpo.policy.loading import check_size, pipeline_of
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.sizes import check_size
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
 from flow_grpo.training import early_checks

@@ -11,7 +11,7 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.config.objective import Objective
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.conditioning import Conditioning
+from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.anchors import Anchors, Prediction

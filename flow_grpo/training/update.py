@@ -14,7 +14,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.anchors import decay_at
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.policy.conditioning import Conditioning
+from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies

@@ -80,7 +80,7 @@ def test_the_grid_of_a_training_step_has_the_guidance_of_evaluation(tmp_path):
 
 
 def test_a_pipeline_without_guidance_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.policy.guidance.FlowPipeline.velocity", lambda self, x, *given: x)
+    monkeypatch.setattr("flow_grpo.policy.loading.FlowPipeline.velocity", lambda self, x, *given: x)
     with pytest.raises(ValueError, match=r"StableDiffusion3Pipeline has no guidance: leave evaluation\.guidance out"):
         made(tmp_path / "run", guidance=3.0)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flow_grpo.policy.conditioning import (
+from flow_grpo.policy.encoding import (
     ABSENT,
     CUMULATIVE,
     LIST,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.embedded import tiny_policy
 
-from flow_grpo.policy import device_speed, devices
+from flow_grpo.policy import devices
 from flow_grpo.policy.devices import default_device, default_dtype
 from flow_grpo.policy.loading import load_policy
 
@@ -47,7 +47,7 @@ def test_auto_is_bf16_only_on_a_cpu_that_is_faster_in_it(monkeypatch, speedup, d
 
 
 def test_a_cpu_is_measured_once_and_in_turns(monkeypatch, tmp_path):
-    monkeypatch.setattr(device_speed, "CACHE", tmp_path / "speed.json")
+    monkeypatch.setattr(devices, "CACHE", tmp_path / "speed.json")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     order = []
 
@@ -56,25 +56,25 @@ def test_a_cpu_is_measured_once_and_in_turns(monkeypatch, tmp_path):
         order.append(dtype)
         return (0.3 if dtype == torch.bfloat16 else 1.2) * (3 if len(order) < 5 else 1)  # the machine was busy at first
 
-    monkeypatch.setattr(device_speed, "fastest", seconds)
+    monkeypatch.setattr(devices, "fastest", seconds)
     before = torch.get_rng_state()
-    assert device_speed.bf16_speedup.__wrapped__() == pytest.approx(4)
+    assert devices.bf16_speedup.__wrapped__() == pytest.approx(4)
     measured = len(order)
-    assert device_speed.bf16_speedup.__wrapped__() == pytest.approx(4)
-    assert len(order) == measured == 2 * device_speed.ROUNDS, "the second process reads the file"
+    assert devices.bf16_speedup.__wrapped__() == pytest.approx(4)
+    assert len(order) == measured == 2 * devices.ROUNDS, "the second process reads the file"
     assert torch.equal(before, torch.get_rng_state()), "a run's random numbers do not depend on a measurement"
     (tmp_path / "speed.json").write_text("{torn")
-    assert device_speed.bf16_speedup.__wrapped__() == pytest.approx(4)
+    assert devices.bf16_speedup.__wrapped__() == pytest.approx(4)
 
 
 def test_a_cpu_without_bf16_is_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(device_speed, "CACHE", tmp_path / "speed.json")
+    monkeypatch.setattr(devices, "CACHE", tmp_path / "speed.json")
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    assert device_speed.bf16_speedup.__wrapped__() == 0
+    assert devices.bf16_speedup.__wrapped__() == 0
     assert not (tmp_path / "speed.json").exists()
 
 
 def test_a_layer_is_computed_in_each_dtype():
     for dtype in (torch.float32, torch.bfloat16):
-        device_speed._layer(dtype)()
-    assert device_speed._measure_bf16_speedup() > 0
+        devices._layer(dtype)()
+    assert devices._measure_bf16_speedup() > 0

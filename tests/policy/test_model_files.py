@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flow_grpo.policy import hub, model_files
+from flow_grpo.policy import hub
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy
@@ -130,7 +130,7 @@ def test_a_damaged_index_or_config_is_one_sentence_of_train_and_plan(model, dama
 @pytest.mark.parametrize(("damage", "sentence"), WEIGHTS, ids=[sentence for _, sentence in WEIGHTS])
 def test_damaged_or_partial_weights_are_one_sentence_before_any_are_read(model, monkeypatch, damage, sentence):
     damage(model)
-    monkeypatch.setattr(model_files.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("it was loaded"))
+    monkeypatch.setattr(hub.DiffusionPipeline, "from_pretrained", lambda *a, **k: pytest.fail("it was loaded"))
     with pytest.raises(ValueError, match=f"the model {model} could not be loaded: .*{sentence}") as error:
         load_policy(str(model), "cpu", "fp32")
     assert len(str(error.value).splitlines()) == 1
@@ -139,15 +139,15 @@ def test_damaged_or_partial_weights_are_one_sentence_before_any_are_read(model, 
 def test_whole_folders_pass_in_one_file_or_in_shards(model):
     for file in (TRANSFORMER, TEXT):
         in_shards(file)(model)
-    model_files.check_weight_files(model)
+    hub.check_weight_files(model)
     gone("text_encoder")(model)
     with pytest.raises(ValueError, match="text_encoder"):
-        model_files.check_weight_files(model)
+        hub.check_weight_files(model)
 
 
 def test_parts_that_will_not_be_loaded_need_no_weights(model):
     gone(TEXT)(model)
-    model_files.check_weight_files(model, left_out=["text_encoder"])
+    hub.check_weight_files(model, left_out=["text_encoder"])
 
 
 def renamed(model: Path, parts: tuple[str, ...], variant: str) -> None:
@@ -159,11 +159,11 @@ def renamed(model: Path, parts: tuple[str, ...], variant: str) -> None:
     "parts", [("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"), ("transformer",)]
 )
 def test_a_folder_with_files_of_a_variant_alone_is_loaded(model, parts):
-    assert model_files.weights_variant(model) is None
-    sizes = model_files.stored_bytes(model / "transformer", torch.float32)
+    assert hub.weights_variant(model) is None
+    sizes = hub.stored_bytes(model / "transformer", torch.float32)
     renamed(model, parts, "fp16")
-    assert model_files.weights_variant(model) == "fp16"
-    assert model_files.stored_bytes(model / "transformer", torch.float32) == sizes
+    assert hub.weights_variant(model) == "fp16"
+    assert hub.stored_bytes(model / "transformer", torch.float32) == sizes
     values = load_policy(str(model), "cpu", "fp32").pipe.transformer.state_dict()
     expected = load_policy("tiny", "cpu", "fp32").pipe.transformer.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in values.items())

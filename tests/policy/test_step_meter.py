@@ -10,7 +10,7 @@ from support.embedded import short_run
 from torch.utils.checkpoint import checkpoint
 
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.policy.device_speed import fastest, matmul_peak, matmul_speed
+from flow_grpo.policy.devices import fastest, matmul_peak, matmul_speed
 from flow_grpo.policy.step_meter import ModelFlopCounter, StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
 
@@ -123,16 +123,16 @@ def test_what_has_no_backward_pass_counts_forward_alone():
 def test_a_dtype_without_units_in_the_cpu_is_measured_by_a_small_product(monkeypatch, speed, sizes):
     """A large one takes seconds: it made the first step of a run in fp16 on a CPU that much longer."""
     measured = []
-    monkeypatch.setattr("flow_grpo.policy.device_speed._product_speed", lambda n, *more: measured.append(n) or speed)
+    monkeypatch.setattr("flow_grpo.policy.devices._product_speed", lambda n, *more: measured.append(n) or speed)
     assert matmul_speed(torch.device("cpu"), torch.float16) == speed
     assert measured == sizes
 
 
 def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path, monkeypatch):
     file = tmp_path / "kept" / "speed.json"
-    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", file)
+    monkeypatch.setattr("flow_grpo.policy.devices.CACHE", file)
     speeds = iter([3.0, 2.0, 5.0, 4.0])
-    monkeypatch.setattr("flow_grpo.policy.device_speed.matmul_speed", lambda *given: next(speeds))
+    monkeypatch.setattr("flow_grpo.policy.devices.matmul_speed", lambda *given: next(speeds))
 
     def measured():
         matmul_peak.cache_clear()  # a process of its own
@@ -149,12 +149,12 @@ def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path
 
 def test_a_step_of_a_full_device_is_reported_without_its_mfu(tmp_path, monkeypatch):
     """The weights have moved then: an error would repeat the step."""
-    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", tmp_path / "speed.json")
+    monkeypatch.setattr("flow_grpo.policy.devices.CACHE", tmp_path / "speed.json")
 
     def full(*given):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("flow_grpo.policy.device_speed.matmul_speed", full)
+    monkeypatch.setattr("flow_grpo.policy.devices.matmul_speed", full)
     matmul_peak.cache_clear()
     speed = StepMeter(None, torch.device("cpu")).speed(2.0, 4, 6.0, dtype=torch.float32, processes=1)
     matmul_peak.cache_clear()
@@ -165,7 +165,7 @@ def test_a_step_of_a_full_device_is_reported_without_its_mfu(tmp_path, monkeypat
 
 
 def test_measuring_the_peak_moves_no_random_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", tmp_path / "speed.json")
+    monkeypatch.setattr("flow_grpo.policy.devices.CACHE", tmp_path / "speed.json")
     matmul_peak.cache_clear()
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -200,9 +200,9 @@ def test_what_is_timed_on_a_gpu_is_waited_for_on_that_gpu(monkeypatch):
 def test_a_speed_that_was_measured_without_waiting_for_the_gpu_is_not_read(tmp_path, monkeypatch):
     file, device = tmp_path / "speed.json", torch.device("cuda:1")
     file.write_text(json.dumps({f"a GPU, bfloat16, torch {torch.__version__}": 1e18}))
-    monkeypatch.setattr("flow_grpo.policy.device_speed.CACHE", file)
-    monkeypatch.setattr("flow_grpo.policy.device_speed.device_name", lambda device: "a GPU")
-    monkeypatch.setattr("flow_grpo.policy.device_speed.matmul_speed", lambda *given: 1e15)
+    monkeypatch.setattr("flow_grpo.policy.devices.CACHE", file)
+    monkeypatch.setattr("flow_grpo.policy.devices.device_name", lambda device: "a GPU")
+    monkeypatch.setattr("flow_grpo.policy.devices.matmul_speed", lambda *given: 1e15)
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext())
     matmul_peak.cache_clear()
     assert matmul_peak(device, torch.bfloat16) == 1e15

@@ -14,9 +14,8 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.merge import objective_reads
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.policy.conditioning import Conditioning
 from flow_grpo.policy.devices import DTYPES
-from flow_grpo.policy.embedding_cache import EmbeddingCache
+from flow_grpo.policy.encoding import Conditioning, EmbeddingCache
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer

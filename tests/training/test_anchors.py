@@ -178,7 +178,7 @@ def test_the_guided_references_prompts_are_encoded_once_for_all_rows_and_noise_l
 
 def test_a_pipeline_without_guidance_has_no_guided_reference(monkeypatch):
     policy = small.policy(lora=False)
-    monkeypatch.setattr("flow_grpo.policy.guidance.FlowPipeline.velocity", lambda self, x, *given: x)
+    monkeypatch.setattr("flow_grpo.policy.loading.FlowPipeline.velocity", lambda self, x, *given: x)
     with pytest.raises(ValueError, match=r"StableDiffusion3Pipeline has no guidance.*set to: base"):
         add_references(policy, [small.settings(objective={"anchors": [GUIDED]}).objective])
 

@@ -11,7 +11,7 @@ from support import small_policy as small
 
 from flow_grpo import sampling, sde
 from flow_grpo.config.objective import section_type
-from flow_grpo.policy.conditioning import Conditioning
+from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.custom import load_custom_function
 from flow_grpo.training.losses import LossMetrics, mean_by_group
