@@ -34,6 +34,7 @@ HOST = hashlib.sha256(platform.node().encode()).hexdigest()[
 ]  # a folder may be shared by machines, on which a PID is another process
 PARTIAL = re.compile(r"\..+\.(?:([0-9a-f]{6})-)?(\d+)\.partial(\.\w+)?")  # without a host as 0.4 wrote it
 OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
+MAX_JSON = 64 << 20  # bytes of a JSON file that we have written
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 # in the header of a safetensors file: our checksum of all of it, and that of its tensors, which other programs know
@@ -211,6 +212,12 @@ def check_regular(file: Path, name: str, max_bytes: int) -> None:
         raise FlowGRPOError(f"{name} is not a regular file: give a file on disk.")
     if found.st_size > max_bytes:
         raise FlowGRPOError(f"{name} has {found.st_size >> 20:,} MB; at most {max_bytes >> 20:,} MB are read.")
+
+
+def regular_bytes(file: Path, max_bytes: int = 1 << 62) -> bytes:
+    """The content of a file. FlowGRPOError if it is missing or not regular, such as a device that never ends, or if it is too large."""
+    check_regular(file, str(file), max_bytes)
+    return file.read_bytes()
 
 
 def remove(path: Path) -> None:

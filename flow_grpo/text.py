@@ -15,6 +15,7 @@ from typing import Any
 from rich.markup import escape
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first characters that a spreadsheet takes for a formula
+PASSWORD = re.compile(r"(\w\w:/{1,2})[^/\s'\"]+@")  # user and password in an address; pathlib takes one slash out of it
 # Characters that change the direction of the text around them, and the byte order mark.
 HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F, 0xFEFF], "\ufffd")
 
@@ -94,9 +95,19 @@ def first_line(error: Exception) -> str:
 # -- untrusted text ---------------------------------------------------------------------------------------------------
 
 
+def has_password(text: str) -> bool:
+    """Whether an address in the text has a user or password."""
+    return PASSWORD.search(text) is not None
+
+
+def without_passwords(text: object) -> str:
+    """A text in which no address has a user or password."""
+    return PASSWORD.sub(r"\1…@", str(text))
+
+
 def visible(text: object) -> str:
-    r"""For a terminal: control characters, and those that turn the direction of text, as codes such as \x1b."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+    r"""For a terminal: control characters, and those that turn the direction of text, as codes such as \x1b; no passwords of addresses."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in without_passwords(text))
 
 
 def escape_markup(text: object) -> str:
@@ -105,8 +116,8 @@ def escape_markup(text: object) -> str:
 
 
 def plain(text: object) -> str:
-    """For a page: one line that keeps its direction, with control characters as pictures such as ␛."""
-    return "".join(map(_plain_character, str(text).translate(HIDDEN)))
+    """For a page: one line that keeps its direction, with control characters as pictures such as ␛; no passwords of addresses."""
+    return "".join(map(_plain_character, without_passwords(text).translate(HIDDEN)))
 
 
 def _plain_character(letter: str) -> str:

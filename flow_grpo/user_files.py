@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +24,10 @@ def module_name(file: Path) -> str:
 class _UserFiles(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         file = re.fullmatch(rf"{re.escape(__name__)}\.\w*_((?:[0-9a-f]{{2}})+)", name)
-        return spec_from_file_location(name, os.fsdecode(bytes.fromhex(file[1]))) if file else None
+        if file is None:
+            return None
+        path = os.fsdecode(bytes.fromhex(file[1]))
+        return spec_from_file_location(name, path, loader=SourceFileLoader(name, path))  # a link may lead to any name
 
 
 sys.meta_path.append(_UserFiles())

@@ -6,6 +6,9 @@ import threading
 import weakref
 from typing import Any
 
+# onnxruntime writes a device id into the user's cache and sends events, unless this is set before its import.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 import cv2
 import numpy as np
 import onnxruntime
@@ -22,7 +25,7 @@ DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is 
 SMALLER_SIDES = (368, 184)  # at which an image without a detected line is read again
 SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
 
-onnxruntime.disable_telemetry_events()  # it would keep a device id and events in the user's cache
+onnxruntime.disable_telemetry_events()  # where it was imported before, or reads no such variable (Windows)
 
 # Engines take a second to load and are not made for several threads. `ocr` and `ocr_exact` share them, and what was read last.
 _LOCK = threading.Lock()

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import inside
+from flow_grpo.files import MAX_JSON, inside, regular_bytes
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.image_files import read_image
@@ -64,7 +64,7 @@ class PreferenceHead(torch.nn.Module):
         state = load_tensors("preference_head", folder / WEIGHTS)
         check_keys("preference_head", weights, missing={"weight"} - state.keys())
         try:
-            fitted = Fit(**json.loads((folder / SETTINGS).read_text()))
+            fitted = Fit(**json.loads(regular_bytes(folder / SETTINGS, MAX_JSON)))
         except (OSError, ValueError, TypeError) as error:
             raise FlowGRPOError(
                 f"preference_head: {folder / SETTINGS} is not what fit wrote ({error}); fit it again."

@@ -19,7 +19,7 @@ from flow_grpo.policy.encoding import EmbeddingCache
 from flow_grpo.policy.hub import stored_bytes
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.report import page
-from flow_grpo.run_folder import layout
+from flow_grpo.run_folder import checkpoint, layout
 
 
 def table(folder: Path, image: object) -> Path:
@@ -100,6 +100,25 @@ def test_another_bit_in_the_embedding_cache_is_seen(tmp_path):
         assert EmbeddingCache(tmp_path).get("a") is None
     file.write_bytes(content[32:])  # as 0.4 wrote it
     assert EmbeddingCache(tmp_path).get("a") is None
+
+
+def test_devices_and_pipes_in_the_place_of_our_files_are_not_read(tmp_path):
+    cache = EmbeddingCache(tmp_path)
+    cache.put("a", torch.arange(4.0))
+    (file,) = tmp_path.rglob("*.pt")
+    step = checkpoint.step_folder(tmp_path, 1)
+    step.mkdir(parents=True)
+    (step / checkpoint.MANIFEST).write_text("{}")
+    file.unlink()
+    for other in (file, step / checkpoint.STATE):
+        other.symlink_to("/dev/zero")
+    assert EmbeddingCache(tmp_path).get("a") is None
+    with pytest.raises(FlowGRPOError, match="missing or unreadable"):
+        checkpoint.read(tmp_path, 1)
+    (step / checkpoint.STATE).unlink()
+    os.mkfifo(step / checkpoint.STATE)
+    with pytest.raises(FlowGRPOError, match="missing or unreadable"):
+        checkpoint.read(tmp_path, 1)
 
 
 def test_files_that_never_end_are_refused(tmp_path):

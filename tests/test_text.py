@@ -38,6 +38,14 @@ def test_no_line_closes_a_block_of_code(words):
     assert made.count("<pre>") == 1
 
 
+def test_no_password_of_an_address_is_shown():
+    for slashes in ("//", "/"):  # pathlib takes one slash out of an address
+        for address in (f"https:{slashes}me:pa55@host/a?b=c@d", f"http:{slashes}pa55@host"):
+            for shown in (text.visible, text.plain, text.inline_code, text.escape_markdown):
+                assert "pa55" not in shown(f"there is no file {address}.")
+    assert text.visible("https://host/a@b me@host C:/a@b") == "https://host/a@b me@host C:/a@b"
+
+
 def test_markdown_links_mentions_and_computes_nothing():
     shown = text.escape_markdown("https://a.b WWW.a.b @me me@a.b $x$ at 1:2")
     assert shown == "https\\://a.b WWW\\.a.b @\u2060me me@\u2060a.b \\$x\\$ at 1:2"

@@ -47,9 +47,7 @@ PromptSource = Annotated[
         show_default=False,
     ),
 ]
-Lora = Annotated[
-    list[str] | None, typer.Option(help="A LoRA as another target, also by hub id; may be repeated.", show_default=False)
-]
+Lora = Annotated[list[str] | None, typer.Option(help="LoRA to compare: path or hub id. Repeatable.", show_default=False)]
 Config = Annotated[
     str | None, typer.Option(help="Config for LoRAs and models that have none of their own.", show_default=False)
 ]
@@ -69,7 +67,9 @@ Out = Annotated[
 
 Seeds = Annotated[
     int,
-    typer.Option(min=1, max=MAX_SEEDS, help="Images per prompt; with one, 16 prompts get a second for diversity."),
+    typer.Option(
+        min=1, max=MAX_SEEDS, help="Images per prompt. With 1, 16 prompts get a second image to measure diversity."
+    ),
 ]
 
 

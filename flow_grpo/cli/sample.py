@@ -40,7 +40,7 @@ Height = Annotated[
 Guidance = Annotated[
     float | None, typer.Option(help="Guidance scale, 1 is off; by default that of evaluation.", show_default=False)
 ]
-Width = Annotated[int | None, typer.Option(min=1, help="Width in pixels, likewise.", show_default=False)]
+Width = Annotated[int | None, typer.Option(min=1, help="Width in pixels; same default as --height.", show_default=False)]
 
 
 def sample(
@@ -90,6 +90,8 @@ def sample(
     from flow_grpo.data.grid import ImageInfo
     from flow_grpo.image_prompt import images_of
 
+    if not -(2**63) <= first_seed <= 2**63 - seeds:  # the range of torch's generators
+        raise FlowGRPOError(f"--first-seed {first_seed} is out of range: give one from -2^63 to 2^63 - {seeds}.")
     texts = _read_prompts(prompts, image or [])
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model

@@ -23,7 +23,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_from_base
-from flow_grpo.files import write_atomic
+from flow_grpo.files import MAX_JSON, regular_bytes, write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase, show_phases
@@ -270,7 +270,10 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
 def _check_budget(file: Path, budget: Budget) -> None:
     """Write the budget to the folder. FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
     if file.exists():
-        former = Budget(**_with_current_names(json.loads(file.read_text())))
+        try:
+            former = Budget(**_with_current_names(json.loads(regular_bytes(file, MAX_JSON))))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise FlowGRPOError(f"{file} is damaged: give another folder by --out.") from error
         if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):
             raise FlowGRPOError(
                 f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "

@@ -1,7 +1,6 @@
 """The sections of a run config, `objective` excepted. Each field's documentation is below it."""
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
@@ -19,7 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.text import suggest
+from flow_grpo.text import has_password, suggest
 
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -29,12 +28,19 @@ Pixels = Annotated[int, Field(gt=0, le=2**14)]
 
 
 def path_text(text: str) -> str:
-    """A path or another name of something, with the home folder in place of ~. FlowGRPOError if it is empty or has a ${VARIABLE}."""
+    """A path or another name of something, with the home folder in place of ~.
+
+    FlowGRPOError if it is empty, or has a ${VARIABLE} or the password of an address.
+    """
     if not text.strip():
         raise PydanticCustomError("path", "it should be a path or a name")
     if "${" in text:
         raise PydanticCustomError(
             "path", "variables are not replaced here: write the path itself, or let the shell replace it"
+        )
+    if has_password(text):
+        raise PydanticCustomError(
+            "path", "it is an address with a user or password, which would be shared with the run: give a file"
         )
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
@@ -175,7 +181,7 @@ class RewardConfig(ConfigSection):
                 f"a reward's options.{secret} would be written to config.yaml and shared with the run: leave it out, and set the "
                 f"environment variable {SECRETS[secret]}, or for a reward of your own one that it reads."
             )
-        if re.search(r"://[^/\s'@]*@", f"{self.remote} {self.options}"):
+        if has_password(f"{self.remote} {self.options}"):
             raise FlowGRPOError(
                 "the address of a reward has a user or password, which would be written to config.yaml and shared with the run: take it "
                 "out, and set the environment variable REWARD_TOKEN, the bearer token of `flow-grpo serve`."

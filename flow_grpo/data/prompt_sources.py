@@ -16,7 +16,7 @@ from flow_grpo.data.prompt_sets import names_of_sets, source_of
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import check_regular, write_atomic
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
-from flow_grpo.text import counted, natural_key
+from flow_grpo.text import counted, has_password, natural_key, without_passwords
 
 HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
@@ -50,6 +50,10 @@ def read_source(name: str) -> Table:
     if name == FROM_PYTHON:
         raise FlowGRPOError(
             "the prompts of this run were given from Python and are in no file: give a file of prompts, by prompts=... or --prompts."
+        )
+    if has_password(name):
+        raise FlowGRPOError(
+            f"the address {without_passwords(name)} has a user or password, which would be written with the results: give a file."
         )
     file = _local(name)
     if file is not None and file.is_dir():

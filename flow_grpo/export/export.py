@@ -14,7 +14,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
 from flow_grpo.figures import draw_or_warn
-from flow_grpo.files import finish_files, new_files
+from flow_grpo.files import MAX_JSON, finish_files, new_files, regular_bytes
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import lora_header
 from flow_grpo.run_folder import layout
@@ -158,7 +158,7 @@ def _previous_files(out: Path) -> tuple[list[str], list[str]]:
     if not any(out.iterdir()):
         return [], []
     try:
-        content = json.loads((out / layout.EXPORT_MANIFEST).read_text())
+        content = json.loads(regular_bytes(out / layout.EXPORT_MANIFEST, MAX_JSON))
         files, earlier = [str(name) for name in content["files"]], f"step {content['step']} of the run {content['run']}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FlowGRPOError(f"{out} holds files that no export wrote: give an empty or new folder by --out.") from error

@@ -21,7 +21,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import write_atomic
+from flow_grpo.files import regular_bytes, write_atomic
 from flow_grpo.image_prompt import images_of, prompt_key, with_images
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.interception import StopAtTransformer
@@ -242,7 +242,7 @@ class EmbeddingCache:
             self._in_memory.move_to_end(key)
         elif self.folder is not None and (file := self._file(key)).exists():
             try:
-                self._add_to_memory(key, _read(file.read_bytes()))
+                self._add_to_memory(key, _read(regular_bytes(file)))
             except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError):
                 return None
         return self._in_memory.get(key)

@@ -11,6 +11,7 @@ from typing import Any
 LOGGERS = (
     "huggingface_hub",
     "peft",
+    "matplotlib",
     "accelerate",
     "bitsandbytes",
     "torchao",

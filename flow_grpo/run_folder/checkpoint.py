@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import atomic_folder, remove
+from flow_grpo.files import MAX_JSON, atomic_folder, regular_bytes, remove
 from flow_grpo.run_folder.layout import MANIFEST, STATE, step_folder, step_folders
 
 
@@ -66,8 +66,8 @@ def _read(folder: Path, step: int) -> dict[str, Any]:
     """The state. Raises ValueError with a short reason if the checkpoint can't be used."""
     checkpoint_folder = step_folder(folder, step)
     try:
-        content = (checkpoint_folder / STATE).read_bytes()
-        manifest = json.loads((checkpoint_folder / MANIFEST).read_bytes())
+        content = regular_bytes(checkpoint_folder / STATE)
+        manifest = json.loads(regular_bytes(checkpoint_folder / MANIFEST, MAX_JSON))
     except (OSError, ValueError, RecursionError) as error:
         raise FlowGRPOError("a file is missing or unreadable") from error
     if not isinstance(manifest, dict) or hashlib.sha256(content).hexdigest() != manifest.get("sha256"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from flow_grpo.errors import RetryableError
-from flow_grpo.files import write_atomic, write_errors
+from flow_grpo.files import MAX_JSON, regular_bytes, write_atomic, write_errors
 from flow_grpo.run_folder.layout import LOCK, OWNER  # two files, as a locked one can't be read everywhere
 
 WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
@@ -60,7 +60,7 @@ def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
 def _owner(folder: Path) -> str:
     """The process that holds the lock, as it has noted itself."""
     try:
-        owner = json.loads((folder / OWNER).read_bytes())
+        owner = json.loads(regular_bytes(folder / OWNER, MAX_JSON))
         return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has just taken the lock
         return "another process"

@@ -22,7 +22,7 @@ from PIL import Image
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import write_atomic
+from flow_grpo.files import MAX_JSON, regular_bytes, write_atomic
 from flow_grpo.run_folder.layout import TRACKERS
 
 PROJECT = "flow-grpo"
@@ -64,7 +64,7 @@ def open_services(
 def _read_run_ids(file: Path) -> dict[str, str]:
     """The run's id in each service; empty if the file is missing or damaged, which starts a new run there."""
     try:
-        return dict(json.loads(file.read_text()))
+        return dict(json.loads(regular_bytes(file, MAX_JSON)))
     except (OSError, ValueError, TypeError):
         return {}
 

@@ -45,6 +45,7 @@ from flow_grpo.policy.hub import BUNDLED_MODELS
 
 MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
 SECONDS = 300.0  # a command takes less than ten, and more where other work is done
+LONG_SECONDS = 60.0  # after which long work is ended by SIGTERM
 LONG = (
     "train",
     "compare",
@@ -412,7 +413,7 @@ def logged_case(number: int, seed: int, valid: Path, verbs: dict[str, list[Any]]
 def run(words: list[str], folder: Path, environment: dict[str, str]) -> str:
     """What was wrong with a command, or ""."""
     command = begin(*words, cwd=folder, environment=environment)
-    command.process.join(SECONDS)
+    command.process.join(LONG_SECONDS if words[0] in LONG else SECONDS)
     if command.process.is_alive():
         command.process.terminate()
         command.process.join(SECONDS)

@@ -1,5 +1,6 @@
 """`flow-grpo sample`: its prompts and the images that it writes."""
 
+import pytest
 import torch
 from PIL import Image
 from support.cli_process import run
@@ -8,12 +9,20 @@ from support.embedded import PROMPTS
 from flow_grpo.cli.sample import _earlier_images, _read_prompts, sample
 from flow_grpo.data import grid
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image, written_cells
+from flow_grpo.errors import FlowGRPOError
 
 
 def test_one_word_is_a_prompt_and_so_are_several_in_a_file(tmp_path):
     (tmp_path / "words.txt").write_text("cat\ndog\n")
     assert _read_prompts(["cat"]) == ["cat"]
     assert _read_prompts(["a red fox", "cat", str(tmp_path / "words.txt")]) == ["a red fox", "cat", "cat", "dog"]
+
+
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path):
+    for seed in (2**63, -(2**63) - 1, 2**63 - 3):
+        with pytest.raises(FlowGRPOError, match=r"--first-seed .* is out of range"):
+            sample(PROMPTS[:1], first_seed=seed, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_images_are_written_a_few_at_a_time_and_no_grid_that_nobody_could_read(trained, tmp_path, monkeypatch):

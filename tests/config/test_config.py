@@ -440,6 +440,12 @@ def test_a_weight_given_by_an_override_leaves_the_rewards_options_alone():
         FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards.a.py:f.wieght=0.5"])
 
 
+@pytest.mark.parametrize("setting", ["prompts", "evaluation.prompts", "model", "lora.init_from"])
+def test_an_address_with_a_password_is_refused_and_not_shown(setting):
+    with pytest.raises(ValueError, match="an address with a user or password"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", [f"{setting}=https://me:pa55@host/prompts.txt"])
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [

@@ -210,6 +210,16 @@ class Red:
         rewards.score("red", rewards.load(f"{file}:Red"), IMAGES, PROMPTS)
 
 
+def test_a_reward_file_may_be_a_link_to_any_name(folder):
+    (folder / "shared_v2").write_text("def bright(images, prompts):\n    return images.mean((1, 2, 3))\n")
+    (folder / "linked.py").symlink_to("shared_v2")
+    assert rewards.load(f"{folder / 'linked.py'}:bright")(IMAGES, PROMPTS).shape == (len(PROMPTS),)
+    (folder / "image.webp").write_bytes(bytes(range(256)))
+    (folder / "picture.py").symlink_to("image.webp")
+    with pytest.raises(ValueError, match="could not be run"):
+        rewards.load(f"{folder / 'picture.py'}:bright")
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
