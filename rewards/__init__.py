@@ -3,10 +3,14 @@
 A reward is a callable `reward(images, prompts, **metadata)`: images are float32 RGB (B, 3, H, W) in [0, 1], prompts are B
 strings, metadata are lists of B values by name. It returns B numbers, as a tensor or a list; higher is better.
 
+A reward with `differentiable = True` is called with images that may require a gradient, and then returns a tensor (B,) with a graph:
+`WeightedSum.gradients` takes the gradient of each value with respect to its image.
+
 The package's own name is `flow_grpo.rewards`, which a user's rewards.py can't hide; the folder flow_grpo/rewards is a link to this one.
 `import rewards` gives the same modules.
 """
 
+from flow_grpo.rewards.gradients import RewardGradient, check_differentiable
 from flow_grpo.rewards.groups import scope_of
 from flow_grpo.rewards.images import takes_pil
 from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
@@ -16,8 +20,10 @@ from flow_grpo.rewards.selection import names_reward, row_weights
 __all__ = [
     "REGISTRY",
     "Reward",
+    "RewardGradient",
     "WeightedSum",
     "call_reward",
+    "check_differentiable",
     "check_options",
     "docstring",
     "load",

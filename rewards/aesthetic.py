@@ -55,7 +55,7 @@ class Aesthetic(nn.Module):
     1.8 GB. Gamed by ignoring the prompt: painterly haze, sunsets and portraits score high on their own.
     """
 
-    reads_prompts = False
+    reads_prompts, differentiable = False, True
 
     def __init__(
         self, weights: str | None = None, pretrained: str = "openai", device: str = AUTO, batch_size: int = 64

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import open_clip
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
-from flow_grpo.rewards.images import in_batches, unique
+from flow_grpo.rewards.images import Images, in_batches, unique
+from flow_grpo.rewards.torch_transforms import on_tensors
 
 TINY, SHAPES = "flow-grpo-tiny", "flow-grpo-shapes"
 FOLDERS = {TINY: Path(__file__).parent / "tiny_clip", SHAPES: Path(__file__).parent / "shapes_clip"}
@@ -63,10 +63,13 @@ class OpenCLIP(torch.nn.Module):
             ) from error
         self.model.eval().requires_grad_(False)
 
-    def encode_images(self, images: list[Image.Image]) -> Tensor:
-        """Normalised features (B, D) of images."""
-        inputs = torch.stack([self.preprocess(image) for image in images])
-        return self.model.encode_image(inputs.to(self.device), normalize=True)
+    def encode_images(self, images: Images) -> Tensor:
+        """Normalised features (B, D) of PIL images, or of a tensor of images, through which a gradient passes."""
+        if isinstance(images, Tensor):
+            inputs = on_tensors(self.preprocess, images.to(self.device))
+        else:
+            inputs = torch.stack([self.preprocess(image) for image in images]).to(self.device)
+        return self.model.encode_image(inputs, normalize=True)
 
     def encode_prompts(self, prompts: list[str]) -> Tensor:
         """Normalised features (B, D) of prompts."""
@@ -88,6 +91,8 @@ class CLIP(torch.nn.Module):
     A column `output_caption` of the prompts, as of Emu Edit's test set (arXiv 2311.10089), describes an edited image and is
     compared in place of the prompt, which says only what to change.
     """
+
+    differentiable = True
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class CLIP(torch.nn.Module):
         texts = [caption or prompt for caption, prompt in zip(captions, prompts, strict=True)]
         return in_batches(self._score, images, texts, self.batch_size)
 
-    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
         cosine = (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)
         if self.score == "cosine":
             return cosine

@@ -20,7 +20,14 @@ from flow_grpo.rewards.frames import Frames, checked_frames, frames_of
 
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
 PAIRS_PER_CALL = 32  # that a pair reward gets at a time, since they are copies of the images
-ATTRIBUTES = ("scope", "symmetric", "opponents", "costly", "frames")  # of a reward, that say how it is called
+ATTRIBUTES = (
+    "scope",
+    "symmetric",
+    "opponents",
+    "costly",
+    "frames",
+    "differentiable",
+)  # of a reward, that say how it is called
 
 
 class Scoped:
@@ -41,6 +48,7 @@ class Scoped:
         self.scope = scope_of(reward) if scope is None else _known(scope)
         self.frames = frames_of(reward) if frames is None else checked_frames(frames)
         self.costly, self.symmetric = getattr(reward, "costly", False), getattr(reward, "symmetric", False)
+        self.differentiable = getattr(reward, "differentiable", False)
         if opponents is not None and (self.scope != PAIR or opponents < 1):
             raise FlowGRPOError(
                 f"opponents={opponents} is for a reward of scope pair, and at least 1: set scope=pair, or leave it out."

@@ -1,13 +1,13 @@
 """HPSv2.1: CLIP fine-tuned on people's choices between generated images."""
 
 import torchvision.transforms.functional as pixels
-from PIL import Image
 from torch import Tensor, nn
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 from flow_grpo.rewards.clip import OpenCLIP
 from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.downloads import hub_file
-from flow_grpo.rewards.images import in_batches
+from flow_grpo.rewards.images import Images, in_batches
 
 MODEL = "ViT-H-14"
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
@@ -20,25 +20,26 @@ class HPSv2(nn.Module):
     `weights`. Memory: 4 GB in float32. Gamed by saturated colours, smooth skin and ornate detail; blind to small text.
     """
 
+    differentiable = True
+
     def __init__(self, weights: str | None = None, device: str = AUTO, batch_size: int = 32) -> None:
         super().__init__()
         self.embed = OpenCLIP("hpsv2", MODEL, weights or hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
-        self.embed.preprocess = self._preprocess
+        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(MEAN, STD)])
         self.batch_size = batch_size
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
         return (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)
 
-    def _preprocess(self, image: Image.Image) -> Tensor:
-        """Scale the longer side to fit and pad with black, as HPSv2 does; CLIP would crop."""
-        size = self.embed.model.visual.image_size[0]
-        scale = size / max(image.size)
-        width, height = (round(side * scale) for side in image.size)
+    def _fit(self, images: Tensor) -> Tensor:
+        """Scale the longer side of images (..., 3, H, W) to fit and pad with black, as HPSv2 does; CLIP would crop."""
+        size, sides = self.embed.model.visual.image_size[0], images.shape[-2:]
+        scale = size / max(sides)
+        height, width = (round(side * scale) for side in sides)
         left, top = (size - width) // 2, (size - height) // 2
-        scaled = pixels.resize(pixels.to_tensor(image), [height, width], pixels.InterpolationMode.BICUBIC)
-        padded = pixels.pad(scaled, [left, top, size - width - left, size - height - top])
-        return pixels.normalize(padded, MEAN, STD)
+        scaled = pixels.resize(images, [height, width], pixels.InterpolationMode.BICUBIC)
+        return pixels.pad(scaled, [left, top, size - width - left, size - height - top])

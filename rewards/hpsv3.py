@@ -11,7 +11,8 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import downloads, hub_file
-from flow_grpo.rewards.images import in_batches
+from flow_grpo.rewards.images import Images, at_least_float32, in_batches
+from flow_grpo.rewards.torch_transforms import PREPARED, prepared
 from flow_grpo.rewards.weights import check_keys, load_exactly, load_tensors
 
 TOKEN = "<|Reward|>"
@@ -60,6 +61,8 @@ class HPSv3(nn.Module):
     anything: quality weighs more than the prompt.
     """
 
+    differentiable = True
+
     def __init__(
         self,
         weights: str | None = None,
@@ -100,7 +103,7 @@ class HPSv3(nn.Module):
                     )
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
         inputs = self._inputs(images, prompts)
         # The published model was trained with plain positions 0, 1, 2, ..., not with Qwen2-VL's rows and columns.
         positions = torch.arange(inputs["input_ids"].shape[1], device=self.device).expand(3, len(prompts), -1)
@@ -112,20 +115,32 @@ class HPSv3(nn.Module):
             image_grid_thw=inputs["image_grid_thw"],
             use_cache=False,
         ).last_hidden_state
-        mean_and_spread = self.head(hidden[inputs["input_ids"] == self.token].float())
+        mean_and_spread = self.head(at_least_float32(hidden[inputs["input_ids"] == self.token]))
         return mean_and_spread[:, 0]
 
-    def _inputs(self, images: list[Image.Image], prompts: list[str]):
-        scaled = []
-        for image in images:
-            height, width = smart_resize(image.height, image.width, min_pixels=PIXELS, max_pixels=PIXELS)
-            scaled.append(image.resize((width, height), Image.Resampling.BICUBIC))
+    def _inputs(self, images: Images, prompts: list[str]):
+        steps: dict[str, bool] = {}
+        if isinstance(images, Tensor):
+            size = smart_resize(*images.shape[-2:], min_pixels=PIXELS, max_pixels=PIXELS)
+            scaled = list(prepared(images.to(self.device), list(size), self.processor.image_processor))
+            steps = PREPARED
+        else:
+            scaled = _scaled(images)
         content = [
             [{"type": "image"}, {"type": "text", "text": INSTRUCTION.format(text_prompt=prompt)}] for prompt in prompts
         ]
         chats = [[{"role": "user", "content": parts}] for parts in content]
         texts = self.processor.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-        return self.processor(text=texts, images=scaled, padding=True, return_tensors="pt").to(self.device)
+        return self.processor(text=texts, images=scaled, padding=True, return_tensors="pt", **steps).to(self.device)
+
+
+def _scaled(images: list[Image.Image]) -> list[Image.Image]:
+    """The images in the size that the model was trained on."""
+    scaled = []
+    for image in images:
+        height, width = smart_resize(image.height, image.width, min_pixels=PIXELS, max_pixels=PIXELS)
+        scaled.append(image.resize((width, height), Image.Resampling.BICUBIC))
+    return scaled
 
 
 def _parts(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Normalize, Resize, ToTensor
 from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
@@ -13,7 +12,8 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.aesthetic import LinearHead
 from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import downloads, hub_file
-from flow_grpo.rewards.images import in_batches
+from flow_grpo.rewards.images import Images, in_batches
+from flow_grpo.rewards.torch_transforms import on_tensors
 from flow_grpo.rewards.weights import load_exactly, load_tensors
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
@@ -40,6 +40,8 @@ class ImageReward(nn.Module):
     the same format at `weights`, and BERT's tokenizer, a hub id or a folder. Memory: 2 GB in float32. Gamed by a large, plain
     rendering of the prompt's nouns; counts and text have little influence.
     """
+
+    differentiable = True
 
     def __init__(
         self, weights: str | None = None, tokenizer: str = "bert-base-uncased", device: str = AUTO, batch_size: int = 32
@@ -69,8 +71,11 @@ class ImageReward(nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
-        pixels = torch.stack([self.preprocess(image) for image in images]).to(self.device)
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
+        if isinstance(images, Tensor):
+            pixels = on_tensors(self.preprocess, images.to(self.device))
+        else:
+            pixels = torch.stack([self.preprocess(image) for image in images]).to(self.device)
         image_states = self.vision(pixel_values=pixels).last_hidden_state
         tokens = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt").to(
             self.device

@@ -23,6 +23,7 @@ TURNS = {  # by the Exif orientation
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+Images = list[Image.Image] | Tensor  # PIL images, or (B, 3, H, W) in [0, 1] where a gradient is wanted
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
 
 
@@ -87,14 +88,24 @@ def _scaled(image: Image.Image) -> Image.Image:
     return Image.fromarray((values * (255 / top)).round().astype(np.uint8))
 
 
-@torch.no_grad()
-def in_batches(
-    score: Callable[[list[Image.Image], list[str]], Tensor], images: Tensor, prompts: list[str], batch_size: int
-) -> Tensor:
-    """Call score(PIL images, prompts) on batch_size rows at a time; returns (B,) float32 on the CPU."""
-    rows = range(0, len(prompts), batch_size)
-    chunks = [score(to_pil(images[i : i + batch_size]), prompts[i : i + batch_size]) for i in rows]
-    return torch.cat([chunk.float().cpu() for chunk in chunks])
+def in_batches(score: Callable[[Images, list[str]], Tensor], images: Tensor, prompts: list[str], batch_size: int) -> Tensor:
+    """Call score(images, prompts) on batch_size rows at a time; returns (B,) float32 on the CPU.
+
+    `score` gets PIL images, the input of the published transforms. If a gradient of the images is wanted, it gets them as a tensor
+    (b, 3, H, W), and the values keep their graph.
+    """
+    wants_gradient = images.requires_grad and torch.is_grad_enabled()
+    chunks = []
+    with torch.set_grad_enabled(wants_gradient):
+        for i in range(0, len(prompts), batch_size):
+            part = images[i : i + batch_size]
+            chunks.append(score(part if wants_gradient else to_pil(part), prompts[i : i + batch_size]))
+    return torch.cat([at_least_float32(chunk).cpu() for chunk in chunks])
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in float32; float64 stays, for finite differences."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def has_sources(metadata: dict[str, Any]) -> bool:

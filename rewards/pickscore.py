@@ -1,13 +1,13 @@
 """PickScore: CLIP fine-tuned on which of two images the users of a web application preferred."""
 
-from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
-from flow_grpo.rewards.images import in_batches, unique
+from flow_grpo.rewards.images import Images, in_batches, unique
+from flow_grpo.rewards.torch_transforms import PREPARED, prepared
 from flow_grpo.rewards.weights import check_keys
 
 
@@ -18,6 +18,8 @@ class PickScore(nn.Module):
     laion/CLIP-ViT-H-14-laion2B-s32B-b79K, or local folders of the same format. Memory: 4 GB in float32. Gamed by glossy,
     saturated, centred images; counts, positions and text have little influence.
     """
+
+    differentiable = True
 
     def __init__(
         self,
@@ -47,10 +49,14 @@ class PickScore(nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
         texts, indices = unique(prompts)
+        steps: dict[str, bool] = {}
+        if isinstance(images, Tensor):
+            processor = self.processor.image_processor
+            images, steps = prepared(images.to(self.device), [processor.size["shortest_edge"]], processor), PREPARED
         inputs = self.processor(
-            text=texts, images=images, padding=True, truncation=True, max_length=77, return_tensors="pt"
+            text=texts, images=images, padding=True, truncation=True, max_length=77, return_tensors="pt", **steps
         ).to(self.device)
         output = self.model(**inputs)  # its embeddings are unit vectors
         return self.model.logit_scale.exp() * (output.image_embeds * output.text_embeds[indices]).sum(-1)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +20,7 @@ from flow_grpo.files import MAX_JSON, inside, regular_bytes
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.image_files import read_image
-from flow_grpo.rewards.images import in_batches
+from flow_grpo.rewards.images import Images, in_batches
 from flow_grpo.rewards.weights import check_keys, load_tensors
 
 FILES = WEIGHTS, SETTINGS = "head.safetensors", "head.json"  # of a head
@@ -58,6 +57,8 @@ class PreferenceHead(torch.nn.Module):
     by images unlike those that were voted on: watch a held-out reward, and collect new votes.
     """
 
+    differentiable = True
+
     def __init__(self, weights: str, device: str = AUTO, batch_size: int = 64) -> None:
         super().__init__()
         folder = Path(weights)
@@ -77,11 +78,11 @@ class PreferenceHead(torch.nn.Module):
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(self._score, images, prompts, self.batch_size)
 
-    def _score(self, images: list[Image.Image], prompts: list[str]) -> Tensor:
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
         return features(self.embed, images, prompts) @ self.weight
 
 
-def features(embed: OpenCLIP, images: list[Image.Image], prompts: list[str]) -> Tensor:
+def features(embed: OpenCLIP, images: Images, prompts: list[str]) -> Tensor:
     """phi (B, 2 E): the image's unit embedding v, and v * t with the prompt's t, scaled to the same size.
 
     The first part does not depend on the prompt; in the second, equal weights give CLIP's cosine.

@@ -20,14 +20,19 @@ LARGEST = 1e15  # of a value: squares and sums of larger ones leave float32
 _own = threading.local()
 
 
-def finished(returned: Any) -> Any:
-    """Wait for a coroutine, read a generator, and bring a tensor to the CPU: what still runs the user's code."""
+def finished(returned: Any, graph: bool = False) -> Any:
+    """Wait for a coroutine, read a generator, and bring a tensor to the CPU: what still runs the user's code.
+
+    Args:
+        graph: keep a tensor's graph.
+    """
     if inspect.isawaitable(returned):
         returned = _awaited(returned)
     if isinstance(returned, Iterator):
         returned = list(returned)
     if isinstance(returned, Tensor):
-        returned = (returned.dequantize() if returned.is_quantized else returned).detach().cpu()
+        returned = returned.dequantize() if returned.is_quantized else returned
+        returned = (returned if graph else returned.detach()).cpu()
     return returned
 
 

@@ -14,6 +14,7 @@ from flow_grpo.rewards import groups, selection
 from flow_grpo.rewards.calls import ROWS, accepted_metadata, check_inputs, check_metadata, takes_rows
 from flow_grpo.rewards.copies import copied, is_ours
 from flow_grpo.rewards.frames import ALL, frame_indices, frames_of, is_video
+from flow_grpo.rewards.gradients import NoGradient, RewardGradient, check_differentiable, gradient_of, smoothed
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from flow_grpo.rewards.returned import as_values, finished
 from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded
@@ -46,10 +47,42 @@ def score(
             message names the reward and the prompt.
     """
     values = call_reward(name, reward, images, prompts, metadata, group=group)
+    _check_finite(name, values, prompts)
+    return values
+
+
+def _check_finite(name: str, values: Tensor, prompts: list[str]) -> None:
     for value, prompt in zip(values.tolist(), prompts, strict=True):
         if not math.isfinite(value):
             raise FlowGRPOError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
-    return values
+
+
+def reward_gradient(
+    name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: dict[str, Any], rho: float = 0.0
+) -> RewardGradient:
+    """The values of a differentiable reward and their gradients, by one call and one backward pass; values may be NaN, as of `call_reward`.
+
+    Args:
+        images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1].
+        rho: above 0, the gradient of the flattened reward (`gradients.smoothed`), by two of each.
+
+    Raises:
+        FlowGRPOError: the reward raised, offers no gradient (NoGradient), or has one that is not finite where its value is.
+    """
+    check_differentiable(name, reward)
+
+    def at(images: Tensor) -> RewardGradient:
+        leaf = images.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            values = call_reward(name, reward, leaf, prompts, metadata, graph=True)
+        return RewardGradient(values.detach(), gradient_of(name, values, leaf))
+
+    result = smoothed(at, images, rho) if rho > 0 else at(images)
+    broken = (~result.gradient.flatten(1).isfinite().all(1)).nonzero()
+    if len(broken):
+        prompt = prompts[int(broken[0])][:MAX_PROMPT_LENGTH]
+        raise FlowGRPOError(f"reward {name} has a gradient that is not finite for the prompt {prompt!r}.")
+    return result
 
 
 def call_reward(
@@ -60,19 +93,24 @@ def call_reward(
     metadata: dict[str, Any],
     *,
     group: Sequence[int] | None = None,
+    graph: bool = False,
 ) -> Tensor:
-    """Call a reward as `score` does, but allow values that are not finite. A reward of the user gets copies of its inputs."""
+    """Call a reward as `score` does, but allow values that are not finite. A reward of the user gets copies of its inputs.
+
+    Args:
+        graph: of a differentiable reward: keep the graph that leads to the images.
+    """
     frames = frames_of(reward)
     if is_video(images) and frames != ALL:
         indices = frame_indices(frames, images.shape[1])
-        by_frame = [call_reward(name, reward, images[:, i], prompts, metadata, group=group) for i in indices]
+        by_frame = [call_reward(name, reward, images[:, i], prompts, metadata, group=group, graph=graph) for i in indices]
         return torch.stack(by_frame).mean(0)
     if frames == ALL and not is_video(images):
         raise FlowGRPOError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
     batch = _Images(images, prompts, metadata)
     scope = groups.scope_of(reward)
     if scope == groups.IMAGE:
-        return _call(name, reward, batch)
+        return _call(name, reward, batch, graph)
     members = groups.rows_by_group(prompts if group is None else group)
     single = next((rows[0] for rows in members if len(rows) < 2), None)
     if single is not None:
@@ -162,7 +200,7 @@ def _checked_probabilities(name: str, values: Tensor) -> Tensor:
     return values
 
 
-def _call(name: str, reward: Any, batch: _Images) -> Tensor:
+def _call(name: str, reward: Any, batch: _Images, graph: bool = False) -> Tensor:
     """The values (B,) of one call. FlowGRPOError if it raised, returned another shape, or can't be called so."""
     prompts = batch.prompts
     kind = "images" if batch.second is None else "pairs of images"
@@ -174,14 +212,20 @@ def _call(name: str, reward: Any, batch: _Images) -> Tensor:
     if not is_ours(reward):
         inputs, keywords = copied((inputs, keywords))
     try:
-        with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.no_grad():
-            returned = finished(reward(*inputs, **keywords))
+        with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.set_grad_enabled(graph):
+            returned = finished(reward(*inputs, **keywords), graph)
     except UserCodeError as error:
         if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in str(error):
             hint = "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images."
             raise UserCodeError(f"{error}; {hint}") from error.__cause__
         raise
     return as_values(name, returned, len(prompts), kind)
+
+
+def _without_gradient(images: Tensor, rho: float) -> RewardGradient:
+    """Of B images without a value: values NaN, gradients 0."""
+    missing = torch.full((len(images),), math.nan)
+    return RewardGradient(missing, torch.zeros_like(images), missing.clone() if rho > 0 else None)
 
 
 class WeightedSum:
@@ -234,6 +278,41 @@ class WeightedSum:
         FlowGRPOError if there is a pair reward and `others` is None.
         """
         return self._score_all(_Images(images, prompts, metadata, others, group), self._score_against)
+
+    def gradients(
+        self, images: Tensor, prompts: list[str], rho: float = 0.0, /, **metadata: Any
+    ) -> dict[str, RewardGradient]:
+        """The values and gradients of each trained reward by name, without its weight, one reward and its backward pass after another.
+
+        Where a reward of `drop_on_error` failed, and where a prompt does not name the reward, its value is NaN and its gradient 0.
+
+        Args:
+            images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1], on any device.
+            rho: above 0, the gradient is that of the flattened reward, see `gradients.smoothed`, and `fall` has what S1 is the mean of.
+
+        Raises:
+            FlowGRPOError: a trained reward offers no gradient, or one failed, as in `score`.
+        """
+        self.check_differentiable()
+        batch, weights = _Images(images, prompts, metadata), self.row_weights(metadata)
+        if weights is None:
+            return {name: self._gradient_of_one(name, batch, rho) for name in self.trained_weights}
+        by_name = {}
+        for name, column in zip(self.trained_weights, weights.unbind(1), strict=True):
+            rows = column.nonzero()[:, 0].tolist()
+            by_name[name] = whole = _without_gradient(images, rho)
+            if not rows:
+                continue
+            part = self._gradient_of_one(name, batch.take(rows), rho)
+            whole.value[rows], whole.gradient[rows] = part.value, part.gradient
+            if whole.fall is not None and part.fall is not None:
+                whole.fall[rows] = part.fall
+        return by_name
+
+    def check_differentiable(self) -> None:
+        """Raise FlowGRPOError if a trained reward offers no gradient; the message says what to use instead."""
+        for name in self.trained_weights:
+            check_differentiable(name, self.rewards[name])
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
         """The weight (B, R) of each trained reward for each image, if prompts name their rewards. ValueError: `selection.row_weights`."""
@@ -299,9 +378,30 @@ class WeightedSum:
         except ValueError as error:
             self.drop_messages.append(f"{error} All of them were left out.")
             return torch.full((len(prompts),), math.nan)
+        return self._counted(name, values)
+
+    def _gradient_of_one(self, name: str, batch: _Images, rho: float) -> RewardGradient:
+        def compute() -> RewardGradient:
+            return reward_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
+
+        if name not in self.drop_on_error:
+            result = compute()
+            _check_finite(name, result.value, batch.prompts)
+            return result
+        try:
+            result = compute()
+        except (UserCodeMemoryError, NoGradient):
+            raise
+        except ValueError as error:
+            self.drop_messages.append(f"{error} All of them were left out.")
+            return _without_gradient(batch.images, rho)
+        return result._replace(value=self._counted(name, result.value))
+
+    def _counted(self, name: str, values: Tensor) -> Tensor:
+        """The values, NaN where they are not finite, of which a message tells."""
         missing = int((~values.isfinite()).sum())
         if missing:
             self.drop_messages.append(
-                f"reward {name} gave no finite number for {missing} of {len(prompts)} images, whose groups were left out."
+                f"reward {name} gave no finite number for {missing} of {len(values)} images, whose groups were left out."
             )
         return values.where(values.isfinite(), math.nan)

@@ -5,8 +5,8 @@ import importlib.util
 import inspect
 import resource
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +59,30 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
                     f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out."
                 )
             getattr(pipe.vae, method)()
+
+
+@contextmanager
+def frozen_decoder(pipe: Any) -> Iterator[None]:
+    """A context for a backward pass through a pipeline's VAE: its weights get no gradient, and its activations are computed again.
+
+    Where diffusers has no gradient checkpointing for it, as for those of Qwen-Image, Wan and Sana, the activations are kept.
+    """
+    vae = getattr(pipe, "vae", None)
+    if vae is None:
+        yield
+        return
+    weights = [weight for weight in vae.parameters() if weight.requires_grad]
+    checkpoints = getattr(vae, "_supports_gradient_checkpointing", False) and not vae.is_gradient_checkpointing
+    vae.requires_grad_(False)
+    if checkpoints:
+        vae.enable_gradient_checkpointing()
+    try:
+        yield
+    finally:
+        if checkpoints:
+            vae.disable_gradient_checkpointing()
+        for weight in weights:
+            weight.requires_grad_()
 
 
 def store_in_float8(transformer: Any) -> None:

@@ -21,6 +21,7 @@ from flow_grpo.image_prompt import SourceImage, images_of, with_images
 from flow_grpo.policy.encoding import Conditioning, EmbeddingCache, PromptEncoder, without_state
 from flow_grpo.policy.families import Family, family
 from flow_grpo.policy.interception import InterceptingScheduler, StopPipeline, images_to_tensor, with_execution_device
+from flow_grpo.policy.memory import frozen_decoder
 from flow_grpo.policy.probes import (
     check_call,
     check_flow,
@@ -240,12 +241,47 @@ class FlowPipeline:
     @torch.no_grad()
     def decode(self, latents: Tensor, microbatch: int = 64) -> Tensor:
         """Images (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1] of final states (B, ...), by the pipeline's code after its loop."""
-        images, probe, no_step = [], self.encode(self.probe_prompts[:1]), torch.zeros(0, device=self.device)
-        for chunk in latents.split(microbatch):
-            rows = torch.zeros(len(chunk), dtype=torch.long)
-            out = self._call.call_with_recordings(probe, rows, no_step, chunk, output_type="pt")
-            images.append(images_to_tensor(out[0]).float().clamp(0, 1).cpu())
-        return torch.cat(images)
+        return torch.cat([self.decode_with_grad(chunk).float().cpu() for chunk in latents.split(microbatch)])
+
+    def decode_with_grad(self, latents: Tensor) -> Tensor:
+        """`decode` of one micro-batch, on the pipeline's device, with the graph that leads to the states if they require a gradient.
+
+        Values beyond [0, 1] are clipped by diffusers, as in the published code of ReFL (2304.05977) and FlowBP (2606.11075): there the
+        gradient is 0, since a reward never sees by how much they are beyond. The dtype is float32, or float64 of a model in float64.
+        `decode_vjp` needs less memory.
+        """
+        probe, no_step = self.encode(self.probe_prompts[:1]), torch.zeros(0, device=self.device)
+        rows = torch.zeros(len(latents), dtype=torch.long)
+        images = images_to_tensor(self._call.call_with_recordings(probe, rows, no_step, latents, output_type="pt")[0])
+        return images.to(torch.promote_types(images.dtype, torch.float32)).clamp(0, 1)
+
+    def decode_vjp(self, latents: Tensor, image_gradient: Callable[[Tensor, Tensor], Tensor], microbatch: int = 1) -> Tensor:
+        """The gradient (B, ...) with respect to final states (B, ...) of what has the gradient `image_gradient` with respect to images.
+
+        `microbatch` images at a time are decoded, and the gradient of the images goes back through the decoder, whose activations are
+        computed again where diffusers supports that. The decoder's weights get no gradient. The slices change the result only by rounding.
+
+        Args:
+            image_gradient: (images (b, 3, H, W) or videos (b, F, 3, H, W) in [0, 1] on the pipeline's device, their rows (b,)) -> a
+                gradient of the images' shape, for instance of a reward.
+
+        Raises:
+            FlowGRPOError: the pipeline returns images without a gradient.
+        """
+        gradients: list[Tensor] = []
+        with frozen_decoder(self.pipe):
+            for rows in torch.arange(len(latents)).split(microbatch):
+                leaf = latents[rows].detach().to(self.device).requires_grad_()
+                with torch.enable_grad():
+                    images = self.decode_with_grad(leaf)
+                if not images.requires_grad:
+                    raise FlowGRPOError(
+                        f"{type(self.pipe).__name__} returns images without a gradient: train it by an objective that needs the values of "
+                        "rewards only, such as grpo."
+                    )
+                gradient = image_gradient(images.detach(), rows).to(images)
+                gradients += torch.autograd.grad(images, leaf, gradient)
+        return torch.cat(gradients).to(latents.device)
 
     @torch.no_grad()
     @eager()

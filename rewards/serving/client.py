@@ -70,6 +70,7 @@ class Remote:
             either, it has no such attribute.
     """
 
+    elsewhere = True  # the values come from another process, without gradients
     keep_alive = True  # whether connections are reused
     frames: Frames
 

@@ -75,6 +75,18 @@ def test_a_head_learns_a_taste_and_scores_with_it_as_a_reward(folder, tmp_path):
     assert torch.allclose(cosine, rewards.load("clip")(dark, PROMPTS), atol=1e-5)
 
 
+def test_a_head_has_the_gradient_of_its_score(folder, tmp_path):
+    fit(folder / "votes.jsonl", tmp_path / "head")
+    reward = rewards.load("preference_head", weights=str(tmp_path / "head"), device="cpu")
+    images, prompts, step = torch.stack([picture(folder / f"{i}_dark.png") for i in range(3)]), PROMPTS[:3], 1e-6
+    expected = reward(images, prompts)
+    value, gradient, _ = rewards.WeightedSum({"r": reward}, {"r": 1.0}).gradients(images, prompts)["r"]
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-2)
+    reward.double()
+    ends = [reward((images.double() + sign * step).requires_grad_(), prompts).detach() for sign in (1, -1)]
+    torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), gradient.double().flatten(1).sum(1), rtol=1e-3, atol=1e-4)
+
+
 def test_the_command_line_fits_a_head_and_says_how_to_use_it(folder, tmp_path):
     result = CliRunner().invoke(reward_cli.app, ["fit", str(folder / "votes.jsonl"), "--out", str(tmp_path / "head")])
     assert result.exit_code == 0, result.output

@@ -44,6 +44,7 @@ def files(tmp_path_factory, small_open_clip):
     reference_weights.pickscore(folder / "pickscore")
     reference_weights.hpsv3(folder / "qwen")
     return {
+        "clip": {},
         "pickscore": {"weights": folder / "pickscore", "processor": folder / "pickscore"},
         "hpsv2": {"weights": reference_weights.open_clip_file("ViT-H-14", folder / "HPS_v2.1_compressed.pt")},
         "aesthetic": {
@@ -246,6 +247,33 @@ def test_a_row_does_not_depend_on_its_batch_and_images_are_rgb(load, images, nam
     torch.testing.assert_close(rewards.score(name, load(name, batch_size=2), images, PROMPTS), values, rtol=1e-4, atol=1e-5)
     assert len(set(values.tolist())) == 5
     assert not torch.allclose(together(images.flip(1), PROMPTS), values, atol=1e-4), "BGR is another picture"
+
+
+@pytest.mark.parametrize("name", ["clip", *NAMES])
+def test_values_with_a_gradient_are_those_on_pil_images(load, images, name):
+    """Within .01 in the reward's own unit, of values with standard deviations from .005 (aesthetic) to 1.1 (imagereward)."""
+    reward, prompts = load(name), PROMPTS[: 2 if name == "hpsv3" else 5]
+    leaf = images[: len(prompts)].clone().requires_grad_()
+    values = reward(leaf, prompts)
+    assert values.requires_grad
+    with torch.no_grad():
+        expected = reward(leaf, prompts)
+    torch.testing.assert_close(values.detach(), expected, rtol=0, atol=1e-2)
+    torch.testing.assert_close(values.detach(), expected, rtol=0, atol=0.1 * expected.std().item())
+    assert not torch.equal(values, expected), "without a gradient it is the PIL path"
+
+
+@pytest.mark.parametrize("name", ["clip", *NAMES])
+def test_the_gradient_is_the_finite_difference_in_float64(load, images, name):
+    # Qwen2-VL rotates queries and keys in float32, whatever its dtype
+    count, step, tolerance = (1, 3e-3, 1e-3) if name == "hpsv3" else (3, 1e-6, 1e-5)
+    reward, x, prompts = load(name).double(), images[:count].double(), PROMPTS[:count]
+    gradient = rewards.scoring.reward_gradient(name, reward, x, prompts, {}).gradient
+    direction = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
+    ends = [reward((x + sign * step * direction).requires_grad_(), prompts).detach() for sign in (1, -1)]
+    slope = (gradient * direction).flatten(1).sum(1)
+    assert slope.abs().min() > 1e-4
+    torch.testing.assert_close((ends[0] - ends[1]) / (2 * step), slope, rtol=tolerance, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", NAMES)
