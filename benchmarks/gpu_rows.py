@@ -9,32 +9,35 @@ ALWAYS = [
 ]  # fmt: skip
 SMALL = ["prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "pipeline_kwargs={max_sequence_length: 16}"]
 GRPO = [
-    "sampling={steps: 10, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 4}}",
-    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",
+    "sampling={steps: 10}",
+    "objective={name: grpo, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 4}, "
+    "advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",
 ]
 AWM = [
-    "sampling={steps: 10, transition: ode}",
+    "sampling={steps: 10}",
     "objective={name: awm, advantage: batch_std, clip_low: 1.0, clip_high: 1.0, num_noise_levels: 3}",
 ]
 # configs/sd35_medium_ocr_guided.yaml, which has the first nine steps as the published code; the paper trains all ten
 PAPER = [
     "guidance=4.5", "microbatch=6",
-    "sampling={steps: 10, transition: flow_sde, noise_level: 0.7, window: {schedule: all, last_step: 9}}",
-    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-4, clip_high: 1.0e-4, kl: flow_grpo, kl_weight: 0.04}",
+    "sampling={steps: 10}",
+    "objective={name: grpo, transition: flow_sde, noise_level: 0.7, window: {schedule: all, last_step: 9}, advantage: batch_std, clip_low: 1.0e-4, clip_high: 1.0e-4, kl: flow_grpo, kl_weight: 0.04}",
 ]  # fmt: skip
 # configs/flux_dev_ocr.yaml
 FLUX = [
     "guidance=3.5", "microbatch=6", "images_per_prompt=6",
-    "sampling={steps: 6, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 2}}",
-    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",
+    "sampling={steps: 6}",
+    "objective={name: grpo, transition: cps, noise_level: 0.8, window: {schedule: random, size: 3, last_step: 2}, "
+    "advantage: batch_std, clip_low: 1.0e-5, clip_high: 1.0e-5}",
     "lora={rank: 64, alpha: 128, targets: [to_q, to_k, to_v, to_out.0, add_q_proj, add_k_proj, add_v_proj, to_add_out, "
     "ff.net.0.proj, ff.net.2, ff_context.net.0.proj, ff_context.net.2]}",
 ]  # fmt: skip
 # a few steps: memory and waits do not depend on their number
 BRIEF = [
     "prompts_per_step=1", "images_per_prompt=4", "microbatch=4",
-    "sampling={steps: 4, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 2, first_step: 0}}",
-    "objective={name: grpo, advantage: batch_std, clip_low: 1.0e-3, clip_high: 1.0e-3}",
+    "sampling={steps: 4}",
+    "objective={name: grpo, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 2, first_step: 0}, "
+    "advantage: batch_std, clip_low: 1.0e-3, clip_high: 1.0e-3}",
 ]  # fmt: skip
 CHECKPOINTING, COMPILED = "memory.gradient_checkpointing=true", "memory.compile=true"
 SPEED = {

@@ -66,7 +66,7 @@ TAUGHT = [
 PRESETS = {  # with half the learning rate: the transformer has twice the layers and four times the width
     "awm": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4"],
     "awm_graphs": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4", "memory.cuda_graphs=true"],
-    "grpo": ["tiny_grpo", "steps=16", "optimizer.lr=4e-4", "sampling.keep_graphs=false"],
+    "grpo": ["tiny_grpo", "steps=16", "optimizer.lr=4e-4", "objective.keep_graphs=false"],
 }
 SMALL = {"timed": (1, 2), "steps": 5, "batch": 4, "taught": 1}
 

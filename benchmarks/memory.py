@@ -15,7 +15,7 @@ import tempfile
 CONFIGS = {
     "tiny_ocr": ["tiny_ocr"],
     "tiny_grpo, all graphs kept": ["tiny_grpo"],
-    "tiny_grpo, 128 rows at once": ["tiny_grpo", "prompts_per_step=16", "microbatch=128", "sampling.keep_graphs=false"],
+    "tiny_grpo, 128 rows at once": ["tiny_grpo", "prompts_per_step=16", "microbatch=128", "objective.keep_graphs=false"],
     "tiny_paper, 192 rows at once": ["tiny_paper", "microbatch=192", "updates=1"],
     "all weights": ["tiny_ocr", "lora=null", "optimizer.lr=1e-4"],
     "pictures of 64 x 160, checkpointing": ["tiny_ocr", "height=64", "width=160", "memory.gradient_checkpointing=true"],
@@ -24,7 +24,8 @@ LARGE = [
     "pipeline_kwargs={max_sequence_length: 32}", "guidance=1.0", "rewards={jpeg_size: 1}",
     "prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "updates=1", "lora={rank: 32, alpha: 64}",
     "evaluation.prompts=null", "trackers=[]",
-    "sampling={steps: 2, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 1, first_step: 0, last_step: 0}}",
+    "sampling={steps: 2}",
+    "objective={name: grpo, transition: cps, noise_level: 0.8, window: {schedule: fixed, size: 1, first_step: 0, last_step: 0}}",
 ]  # fmt: skip
 SIZES = {
     "sd3_450m": ["dtype=fp32", "height=128", "width=128"],

@@ -4,7 +4,7 @@
 transformer forwards and backwards that they contain: the same shapes and dtypes, called directly. Both are interleaved in
 one run, and the medians are compared. Beside it, the shares of decoding, rewards and everything else in the whole step.
 
-`python benchmarks/step_cost.py --kept-graphs [config] [key.sub=value ...]` compares `sampling.keep_graphs` with a replay: two
+`python benchmarks/step_cost.py --kept-graphs [config] [key.sub=value ...]` compares `objective.keep_graphs` with a replay: two
 trainers that take the same steps in turns, with one update each. Set `optimizer.lr=1e-12` to let them keep the untrained model's
 share of groups with signal.
 """
@@ -77,7 +77,7 @@ def kept_graphs(arguments: list[str]) -> None:
         trainers = {
             keep: FlowGRPOTrainer(
                 args=FlowGRPOConfig.from_yaml(
-                    config, [*arguments, f"sampling.keep_graphs={keep}", f"output_dir={folder}/{keep}"]
+                    config, [*arguments, f"objective.keep_graphs={keep}", f"output_dir={folder}/{keep}"]
                 )
             )
             for keep in metrics_of

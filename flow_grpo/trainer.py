@@ -12,11 +12,11 @@ from flow_grpo.report import page
 from flow_grpo.run_folder import opening
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
-from flow_grpo.training.interrupt import Interrupted, handle_signals
+from flow_grpo.training.group_advantages import experience_of
+from flow_grpo.training.interrupt import Interrupted, background, handle_signals
 from flow_grpo.training.setup import build_run, run_headline
-from flow_grpo.training.stages import Stage
-from flow_grpo.training.state import RunState
-from flow_grpo.types import Evaluation
+from flow_grpo.training.state import RunState, Stage
+from flow_grpo.types import Evaluation, Experience
 
 
 class FlowGRPOTrainer:
@@ -114,7 +114,7 @@ class FlowGRPOTrainer:
                 self.save()
             self._evaluate(tracker, requested.should_evaluate)
             if self.args.sample_every and self.step % self.args.sample_every == 0:
-                self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.args.microbatch)
+                self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.microbatch)
             requested_then = self.callbacks.requested()  # by `on_evaluate` and `on_save`
             if requested_then.should_save:
                 self.save()
@@ -124,10 +124,28 @@ class FlowGRPOTrainer:
     def training_step(self) -> dict[str, float]:
         """Sample a group of images for each prompt, score them, compare them within groups, update the policy. Returns metrics."""
         self.state.enter_stage(self.step)
-        experience, metrics = self.stage.collect_and_update(self.step)
+        for attempt in self.stage.attempts():  # one; another one with half the micro-batch if memory ran out
+            with attempt:
+                experience = self.experience()
+                metrics = self.stage.update(experience, self.step)  # losses -> gradients -> optimizer
+        metrics = self.stage.step_metrics(self.step, experience, metrics)
         self.state.step += 1
         self.evaluator.record_groups(self.step, experience)
         return metrics
+
+    def experience(self) -> Experience:
+        """What the present training step learns from: images with their rewards and advantages, or given images of a data set."""
+        stage, args = self.stage, self.stage.args
+        if stage.given_images is not None:
+            return stage.given_images.experience(self.step, stage.microbatch)
+        batch = self.prompt_sampler.sample(self.step, args.prompts_per_step, args.images_per_prompt)
+        with background(self.processes.should_stop) as thread:  # on a GPU, images are scored while the next ones are sampled
+            trajectory, futures = stage.sampler.sample(batch, self.step, thread)
+            scores = stage.sampler.gather_scores(futures, batch.group)
+        with self.policy.meter.phase("advantage"):
+            compared = stage.compare(batch, trajectory, scores)
+        self.prompt_sampler.observe(batch.take(compared.scored.nonzero()[:, 0]), scores.total[compared.scored])
+        return experience_of(batch, trajectory, scores, compared, args.objective.needs.rows, self.processes)
 
     @property
     def step(self) -> int:
@@ -141,7 +159,7 @@ class FlowGRPOTrainer:
 
     def evaluate(self) -> Evaluation:
         """Generate the held-out images with the averaged weights, and measure them."""
-        return self.evaluator.evaluate(self.stage.args.microbatch)
+        return self.evaluator.evaluate(self.stage.microbatch)
 
     def save(self) -> None:
         """Write a checkpoint of everything that the next step depends on. Every process must call it; the main one writes."""
@@ -199,7 +217,7 @@ class FlowGRPOTrainer:
         """Evaluate if it is due or requested, but not again what a resumed run has in its metrics."""
         due = self.eval_set is not None and (requested or self.evaluator.is_due(self.step))
         if due and not self.processes.all_gather(tracker.has_evaluation(self.step))[0]:
-            self.evaluator.evaluate_and_record(self.step, self.stage.args.microbatch, tracker, self.state.save_best_weights)
+            self.evaluator.evaluate_and_record(self.step, self.stage.microbatch, tracker, self.state.save_best_weights)
             self.state.report_warnings(tracker.warn)
             if self.processes.is_main:
                 page.write_report(self.folder)

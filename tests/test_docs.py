@@ -312,7 +312,7 @@ def test_the_objectives_of_the_methods_page_are_valid(tmp_path):
     assert sections
     for block in sections:
         settings = {
-            "sampling": {"steps": 10, "transition": "ode"},
+            "sampling": {"steps": 10},
             "rewards": {"ocr": 1, "clip": 0},
             **yaml.safe_load(block),
         }

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from support.embedded import short_run
 from support.method_names import ON_FINAL_LATENTS
 from support.run_contents import MEASURED
@@ -17,7 +16,6 @@ from flow_grpo import advantages, sde
 from flow_grpo.advantages import ADVANTAGES
 from flow_grpo.config.objective import OBJECTIVES, section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.config.sampling import SamplingConfig
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.types import NoisedImage, TrainedStep
@@ -133,14 +131,15 @@ UNREAD = {
     "objective.step_weight=std": "step_weight; grpo, reinforce, dppo, ppo and your own function do",
     "objective.critic.width=9": "critic; ppo does",
     "objective.options={a: 1}": "options; your own function does",
+    "objective.family=stepwise": "family; your own function does",
     "objective.clip_quantile=0.5": "clip_quantile; grpo, grpo_guard and ppo do",
     **{
-        setting: f"{setting.partition('=')[0].removesuffix('.size')}; grpo, reinforce, grpo_guard, dppo and ppo do"
+        setting: f"{setting.split('.')[1].partition('=')[0]}; grpo, reinforce, grpo_guard, dppo, ppo and your own function do"
         for setting in (
-            "sampling.window.size=2",
-            "sampling.noise_level=0.1",
-            "sampling.shared_initial_noise=true",
-            "sampling.keep_graphs=true",
+            "objective.window.size=2",
+            "objective.noise_level=0.1",
+            "objective.shared_initial_noise=true",
+            "objective.keep_graphs=true",
         )
     },
 }
@@ -163,27 +162,21 @@ def test_an_advantage_is_refused_where_the_objective_has_none(name):
 
 
 @pytest.mark.parametrize(
-    ("transition", "setting", "trains_on"),
+    ("family", "setting"),
     [
-        ("ode", "step_weight=std", "final latents"),
-        ("cps", "num_noise_levels=2", "steps"),
-        ("cps", "shared_noise=false", "steps"),
+        ("forward_process", {"step_weight": "std"}),
+        ("stepwise", {"num_noise_levels": 2}),
+        ("stepwise", {"shared_noise": False}),
     ],
 )
-def test_a_setting_that_an_own_function_does_not_read_there_is_refused(transition, setting, trains_on):
-    own = {"name": "file.py:loss", setting.partition("=")[0]: yaml.safe_load(setting.partition("=")[2])}
-    for other in ({"ode", "cps"} - {transition}).pop(), transition:
-        config = {"prompts": "signs", "objective": own, "sampling": {"transition": other}}
-        if other == transition:
-            with pytest.raises(ValueError, match=f"does not use {setting.partition('=')[0]}: .* computed on {trains_on}"):
-                FlowGRPOConfig(**config)
+def test_an_own_function_has_the_settings_of_its_family(family, setting):
+    for other in ("stepwise", "forward_process"):
+        own = {"name": "file.py:loss", "family": other, **setting}
+        if other == family:
+            with pytest.raises(ValueError, match=f"does not use {next(iter(setting))}"):
+                FlowGRPOConfig(prompts="signs", objective=own)
         else:
-            FlowGRPOConfig(**config)
-
-
-def test_which_objective_reads_a_sampling_setting_is_said_before_how_it_should_be_set():
-    with pytest.raises(ValueError, match=r"objective awm does not use sampling\.window"):
-        FlowGRPOConfig.from_yaml("tiny_ocr", ["sampling.window.first_step=99"])
+            assert FlowGRPOConfig(prompts="signs", objective=own).objective.stepwise == (other == "stepwise")
 
 
 @pytest.mark.parametrize("config", ["tiny_grpo", "tiny_ocr"])
@@ -205,9 +198,9 @@ def test_what_final_latents_need_is_refused_on_steps(setting):
 @pytest.mark.parametrize("file", ["tiny_ocr", "tiny_grpo"])
 def test_an_override_may_choose_any_objective_over_a_file_of_another(name, file):
     """The file's settings that the objective does not read are left out, in whatever order the overrides come."""
-    pairs = [f"objective.name={name}", f"sampling.transition={'cps' if OBJECTIVES[name].stepwise else 'ode'}"]
+    pairs = [f"objective.name={name}"]
     if OBJECTIVES[name].stepwise:
-        pairs.append("sampling.noise_level=0.5")
+        pairs += ["objective.transition=cps", "objective.noise_level=0.5"]
     if "clip_low" in OBJECTIVES[name].model_fields:
         pairs.append("objective.clip_low=0.5")
     if name == "ppo":
@@ -219,11 +212,11 @@ def test_an_override_may_choose_any_objective_over_a_file_of_another(name, file)
 
 
 def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it():
-    stages = "stages=[{{steps: 1, objective: {{name: nft{}}}, sampling: {{transition: ode}}}}, {{steps: 1}}]"
+    stages = "stages=[{{steps: 1, objective: {{name: nft{}}}}}, {{steps: 1}}]"
     (_, first), (_, second) = FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]).resolved_stages()
     assert not hasattr(first.objective, "clip_low")
-    assert first.sampling.noise_level == SamplingConfig().noise_level
-    assert (second.objective.clip_low, second.sampling.noise_level) == (1e-3, 0.5)
+    assert not hasattr(first.objective, "noise_level")
+    assert (second.objective.clip_low, second.objective.noise_level) == (1e-3, 0.5)
     with pytest.raises(ValueError, match="stage 1: objective nft does not use threshold; dppo does"):
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 
@@ -281,8 +274,8 @@ def test_a_new_method_is_a_function_and_a_class_or_row(tmp_path, monkeypatch):
     calls = []
     for names in (("new", "new", "new"), ("dppo", "rloo", "cps")):
         settings = [
-            f"objective={{name: {names[0]}, advantage: {names[1]}, threshold: 1.0e-3}}",
-            f"sampling={{steps: 4, transition: {names[2]}, noise_level: 0.8}}",
+            f"objective={{name: {names[0]}, advantage: {names[1]}, transition: {names[2]}, noise_level: 0.8, threshold: 1.0e-3}}",
+            "sampling={steps: 4}",
         ]
         metrics = FlowGRPOTrainer(args=short_run(tmp_path / names[0], *settings)).training_step()
         calls.append({name: number for name, number in metrics.items() if not name.startswith(MEASURED)})

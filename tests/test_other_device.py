@@ -18,7 +18,7 @@ SMALL = ["trackers=[]", "prompts_per_step=2", "images_per_prompt=4", "microbatch
 UNSEEN = ["evaluation.prompts=null"]
 OFFLOADED = "memory.offload_trajectories=true"
 FEW_LAYERS = "lora.targets=[to_q, to_out.0]"  # the other configs train all of them
-REPLAYED = "sampling.keep_graphs=false"
+REPLAYED = "objective.keep_graphs=false"
 AUTO_CLIP = ["objective.clip_low=auto", "objective.clip_high=auto"]
 
 pytestmark = pytest.mark.skipif(
@@ -62,8 +62,8 @@ def test_the_device_tells_mixed_tensors_and_counts_waits():
 
 
 SIGNAL = "rewards={ocr: 1, color: 1, jpeg_size: 1}"  # sizes differ in every group
-CPS = ["sampling.transition=cps", "sampling.noise_level=0.5"]
-FEW_STEPS = ["sampling.steps=4", "sampling.window={schedule: random, size: 2, last_step: 2}"]
+CPS = ["objective.transition=cps", "objective.noise_level=0.5"]
+FEW_STEPS = ["sampling.steps=4", "objective.window={schedule: random, size: 2, last_step: 2}"]
 CONFIGS = {
     "grpo": (
         "tiny_grpo",
@@ -87,7 +87,7 @@ MORE = {
         "tiny_ocr",
         [*UNSEEN, FEW_LAYERS, "updates=2", "objective.anchors=[{to: ema, weight: 1, decay: 0.3}]"],
     ),
-    "shared start": ("tiny_grpo", [*UNSEEN, REPLAYED, *CPS, "sampling.shared_initial_noise=true"]),
+    "shared start": ("tiny_grpo", [*UNSEEN, REPLAYED, *CPS, "objective.shared_initial_noise=true"]),
     "ppo": ("tiny_grpo", [*UNSEEN, REPLAYED, "objective={name: ppo, kl_weight: 0}"]),
     "crd in parts": ("tiny_ocr", [*UNSEEN, "objective=crd", "microbatch=2"]),
     "nft": ("tiny_ocr", [*UNSEEN, "objective=nft"]),
@@ -101,10 +101,10 @@ def test_steps_are_those_of_the_cpu(tmp_path, name):
     assert_alike(*(train(tmp_path / train.__name__, config, *SMALL, *overrides) for train in (on_cpu, on_fake_device)))
 
 
-@pytest.mark.parametrize("graphs", [REPLAYED, pytest.param("sampling.keep_graphs=true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", [REPLAYED, pytest.param("objective.keep_graphs=true", marks=pytest.mark.slow)])
 def test_no_sampling_step_waits_for_the_device(tmp_path, graphs):
     """It waits once for the embeddings of new prompts, once for the images of each micro-batch, and once for the numbers of an update."""
-    window = "sampling.window={{schedule: all, first_step: 0, last_step: {}}}"
+    window = "objective.window={{schedule: all, first_step: 0, last_step: {}}}"
     settings = [*UNSEEN, FEW_LAYERS, graphs, "rewards={jpeg_size: 1}"]  # which differs in every group
     few, many = (
         on_fake_device(tmp_path / str(steps), "tiny_grpo", *SMALL, *settings, f"sampling.steps={steps}", window.format(last))

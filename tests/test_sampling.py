@@ -10,7 +10,7 @@ from support.method_names import STOCHASTIC
 from support.rollouts import of_rows, rollout
 
 from flow_grpo import sampling, sde
-from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.sampling import SOLVERS
 from flow_grpo.types import PromptBatch, Schedule, StochasticSteps
@@ -182,41 +182,60 @@ def test_prompts_are_sampled_in_whole_epochs_without_repeats():
 
 
 def test_a_prompt_sampler_continues_from_its_state():
-    whole, former = PromptSampler(ten_prompts(), 0, 1, 2), PromptSampler(ten_prompts(), 0, 1, 2)
-    for step in range(3):
-        for prompt_sampler in (whole, former):
-            prompt_sampler.observe_signal(
-                step, prompt_sampler.sample(step, 3, 2), torch.tensor([True, True, False, False, True, True])
-            )
-    later = PromptSampler(ten_prompts(), 0, 1, 2)
+    whole, former, later = (PromptSampler(ten_prompts(), 0, by_variance=True) for _ in range(3))
+
+    def run(sampler, steps):
+        drawn = []
+        for step in steps:
+            batch = sampler.sample(step, 3, 2)
+            sampler.observe(batch, torch.tensor([0.0, float(len(set(batch.prompts[0]) & set("p1357")))] * 3))
+            drawn.append(batch.prompts)
+        return drawn
+
+    expected = run(whole, range(12))
+    assert run(former, range(5)) == expected[:5]
     later.load_state_dict(json.loads(json.dumps(former.state_dict())))
-    assert [later.sample(step, 3, 2).prompts for step in (3, 4, 5)] == [
-        whole.sample(step, 3, 2).prompts for step in (3, 4, 5)
-    ]
+    assert run(later, range(5, 12)) == expected[5:]
 
 
-def test_prompts_without_signal_are_skipped_and_come_back():
-    prompt_sampler = PromptSampler(ten_prompts(), seed=0, patience=2, skip_steps=6)
-    asked = []
-    for step in range(20):
-        batch = prompt_sampler.sample(step, 2, 2)
-        asked.append(set(batch.prompts))
-        prompt_sampler.observe_signal(step, batch, torch.tensor([p != "p4" for p in batch.prompts]))  # p4 never has signal
-    silent = [step for step, prompts in enumerate(asked) if "p4" in prompts]
-    assert len(silent) >= 3
-    assert prompt_sampler.skipped_until["p4"] > silent[1]
-    for before, after in zip(silent[1:], silent[2:], strict=False):
-        assert after - before > 6, "it rests for six steps after its second silence and after each one since"
-    others = [sum(f"p{i}" in prompts for prompts in asked) for i in range(10) if i != 4]
-    assert min(others) > len(silent)
+def test_the_curriculum_samples_prompts_in_proportion_to_their_variance():
+    """Of five prompts with variances 0, 1, 2, 3, 4 the shares of epochs are 0.1, 1/4, 1/2, 3/4 and 1."""
+    prompts = PromptSet([f"p{i}" for i in range(5)], [{}] * 5)
+    sampler = PromptSampler(prompts, seed=0, by_variance=True)
+    everything = prompts.repeat(2)
+    assert sampler.sample(0, 5, 1).prompts == PromptSampler(prompts, 0).sample(0, 5, 1).prompts, (
+        "unseen prompts are all taken"
+    )
+    sampler.observe(everything, torch.tensor([x for i in range(5) for x in (0.0, 2 * i**0.5)]))
+    assert sampler.variance == pytest.approx({f"p{i}": float(i) for i in range(5)})
+    drawn = [sampler.sample(step, 1, 1).prompts[0] for step in range(6000)]
+    share = torch.tensor([drawn.count(f"p{i}") for i in range(5)]) / sampler.epoch
+    expected = torch.tensor([0.1, 0.25, 0.5, 0.75, 1.0])
+    assert (share - expected).abs().max() < 4 * 0.5 / sampler.epoch**0.5
 
 
-def test_when_nearly_all_prompts_rest_they_are_asked_again():
-    prompt_sampler = PromptSampler(ten_prompts(), seed=0, patience=1, skip_steps=100)
-    for step in range(9):
-        batch = prompt_sampler.sample(step, 3, 2)
-        assert len(set(batch.prompts)) == 3
-        prompt_sampler.observe_signal(step, batch, torch.zeros(6, dtype=torch.bool))
+def test_former_variances_count_half():
+    prompts = PromptSet(["a", "b"], [{}, {}])
+    sampler = PromptSampler(prompts, seed=0, by_variance=True)
+    for spread in (2.0, 0.0):
+        sampler.observe(prompts.repeat(2), torch.tensor([0.0, spread, 0.0, 2.0]))
+    assert sampler.variance == {"a": 0.5, "b": 1.0}
+
+
+def test_a_step_is_full_when_nearly_all_prompts_are_passed_over():
+    prompts = PromptSet([f"p{i}" for i in range(6)], [{}] * 6)
+    sampler = PromptSampler(prompts, seed=0, by_variance=True)
+    sampler.observe(prompts.repeat(2), torch.tensor([0.0] * 11 + [1.0]))
+    for step in range(40):
+        assert len(set(sampler.sample(step, 5, 1).prompts)) == 5
+
+
+def test_without_a_curriculum_rewards_change_nothing():
+    plain, observing = (PromptSampler(ten_prompts(), seed=3) for _ in range(2))
+    for step in range(8):
+        batch = observing.sample(step, 3, 2)
+        assert batch.prompts == plain.sample(step, 3, 2).prompts
+        observing.observe(batch, torch.rand(6))
 
 
 def shifted(steps, end=0.2, shift=3.0) -> Schedule:

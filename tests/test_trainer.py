@@ -17,7 +17,7 @@ from support.embedded import short_run
 from support.run_contents import MEASURED
 
 from flow_grpo.advantages import group_advantages
-from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.objective import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.policy import devices
@@ -29,8 +29,8 @@ from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import run_policy
 from flow_grpo.training.interrupt import Interrupted
-from flow_grpo.training.stages import Stage
-from flow_grpo.training.windows import trained_steps
+from flow_grpo.training.rollouts import trained_steps
+from flow_grpo.training.state import Stage
 
 HELD_OUT = small.PromptSet(["a moon", "a fish", "a ship"], [{}] * 3)
 
@@ -90,7 +90,7 @@ def latest(folder):
 
 def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(tmp_path, monkeypatch):
     clock = [50.0]
-    monkeypatch.setattr("flow_grpo.training.stages.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("flow_grpo.training.state.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("flow_grpo.policy.step_meter.matmul_peak", lambda *device: 1e12)
 
     def takes(seconds, call):
@@ -102,14 +102,14 @@ def test_a_step_is_collected_and_learned_from_and_tells_its_numbers_and_seconds(
 
     trainer = made(tmp_path / "run")
     same = made(tmp_path / "same")
-    trainer.stage.source.collect = takes(5.0, trainer.stage.source.collect)
-    learn = trainer.stage.update.__class__.__call__
-    monkeypatch.setattr(trainer.stage.update.__class__, "__call__", takes(7.0, learn))
+    trainer.experience = takes(5.0, trainer.experience)
+    learn, finish = trainer.stage.update.__class__.__call__, trainer.stage.update._finish
+    trainer.stage.update._finish = takes(7.0, finish)
     for step in (0, 1):
         assert trainer.step == step
         before = weights(trainer.policy)
         metrics = trainer.training_step()
-        experience = same.stage.source.collect(step)
+        experience = small.collect(same, step)
         expected = {**experience.metrics, **learn(same.stage.update, experience, step)}
         assert numbers(metrics) == numbers(expected)
         assert metrics["time/update"] == 7.0
@@ -231,16 +231,16 @@ def test_a_step_that_fails_half_way_through_an_update_leaves_no_gradient(tmp_pat
 
 def test_rollouts_have_the_critic_and_the_processes_of_their_part(tmp_path):
     stage = made(tmp_path, **PPO).stage
-    assert stage.source.critic is stage.critic is not None
-    assert stage.source.processes is stage.source.image_sampler.processes is stage.processes
+    assert stage.compare.critic is stage.critic is not None
+    assert stage.sampler.processes is stage.update.processes is stage.processes
     two, one = small.Two(), made(tmp_path, prompts_per_step=4, microbatch=2)
     spread = Stage(0, one.stage.args, one.policy, one.prompt_sampler, one.rewards, processes=two)
-    assert spread.source.processes is spread.source.image_sampler.processes is two
+    assert spread.sampler.processes is spread.update.processes is two
 
 
 def test_a_micro_batch_of_pairs_is_even(tmp_path):
     """18 rows: of plain rows 3 would do."""
-    dpo = {"objective": {"name": "dpo"}, "sampling": {"transition": "ode"}}
+    dpo = {"objective": {"name": "dpo"}}
     trainer = made(tmp_path, prompts_per_step=3, images_per_prompt=6, microbatch=6, **dpo)
     trainer.stage.set_microbatch(3)
     assert trainer.stage.args.microbatch == 2
@@ -294,7 +294,7 @@ def test_memory_that_runs_out_in_a_reward_halves_the_micro_batch_too(tmp_path, d
 
 
 def test_pairs_are_never_parted(tmp_path):
-    dpo = {"objective": {"name": "dpo"}, "sampling": {"transition": "ode"}}
+    dpo = {"objective": {"name": "dpo"}}
     trainer = made(tmp_path / "run", prompts_per_step=4, images_per_prompt=4, microbatch=16, **dpo)
     scarce(trainer, 1)
     with pytest.raises(torch.OutOfMemoryError):
@@ -356,7 +356,7 @@ def loud_prompts(images, prompts):
 
 
 STAGES = [
-    {"steps": 2, "objective": {"name": "sft"}, "sampling": {"transition": "ode"}},
+    {"steps": 2, "objective": {"name": "sft"}},
     {"steps": 3, "objective": {"name": "grpo"}, "optimizer": {"lr": 0.05}},
 ]
 DRAWN_BY_OLD = {"name": "nft", "rollout_policy": "old", "old_policy_decay": {"start": 0.3, "rate": 0.1, "max": 0.9}}
@@ -364,8 +364,8 @@ COPIES = {"nft": {"old"}, "crd": {"old"}}  # of the policy, in a checkpoint
 RUNS = {
     "rich": ({**RICH, "microbatch": 12, "prompts_per_step": 4}, loud_prompts),
     "ppo": (PPO, bright),
-    "crd": ({"objective": {"name": "crd"}, "sampling": {"transition": "ode"}}, bright),
-    "nft": ({"objective": DRAWN_BY_OLD, "sampling": {"transition": "ode"}, "ema_decay": 0}, bright),
+    "crd": ({"objective": {"name": "crd"}}, bright),
+    "nft": ({"objective": DRAWN_BY_OLD, "ema_decay": 0}, bright),
     "stages": ({"stages": STAGES}, bright),
     "fp16": ({"dtype": "fp16"}, bright),
     "whole": ({"lora": None, "objective": {"kl_weight": 1.0}, "epochs": 2}, bright),
@@ -631,20 +631,20 @@ def test_images_are_kept_of_the_first_step_and_of_those_that_are_evaluated(tmp_p
 ])  # fmt: skip
 def test_the_steps_of_a_window_are_those_by_hand_in_each_training_step(tmp_path, window, expected):
     trainer = made(tmp_path / "run", sampling={"steps": 5, "window": window})
-    assert [trainer.stage.window(step) for step in range(6)] == expected
-    assert trainer.stage.source.collect(3).trajectory.steps == expected[3]
+    assert [trainer.stage.sampler.window(step) for step in range(6)] == expected
+    assert small.collect(trainer, 3).trajectory.steps == expected[3]
 
 
 def test_a_random_window_is_drawn_from_seed_and_step_and_the_ode_has_none(tmp_path):
     window = {"schedule": "random", "size": 2, "first_step": 1}
     trainers = [made(tmp_path, sampling={"steps": 6, "window": window}, seed=seed) for seed in (0, 5)]
-    drawn = [trainer.stage.window(step) for trainer in trainers for step in range(9)]
-    settings = SamplingConfig.model_validate({"steps": 6, "window": window})
-    expected = [trained_steps(settings, step, seed) for seed in (0, 5) for step in range(9)]
+    drawn = [trainer.stage.sampler.window(step) for trainer in trainers for step in range(9)]
+    settings = WindowConfig.model_validate(window)
+    expected = [trained_steps(settings, 6, step, seed) for seed in (0, 5) for step in range(9)]
     assert drawn == expected
     assert {tuple(w) for w in drawn} == {(1, 2), (2, 3), (3, 4)}
-    trainer = made(tmp_path, objective={"name": "sft"}, sampling={"transition": "ode", "steps": 5})
-    assert trainer.stage.source.window(0) == []
+    trainer = made(tmp_path, objective={"name": "sft"}, sampling={"steps": 5})
+    assert trainer.stage.sampler.window(0) == []
 
 
 def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(tmp_path):
@@ -652,7 +652,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     stages = [
         {"steps": 3, "objective": {"name": "ppo"}},
         {"steps": 4, "sampling": {"window": window}, "optimizer": {"warmup_steps": 4, "lr": 0.08}, "microbatch": 3},
-        {"steps": 2, "objective": {"name": "nft"}, "sampling": {"transition": "ode"}},
+        {"steps": 2, "objective": {"name": "nft"}},
     ]
     trainer = made(tmp_path / "run", stages=stages)
     assert trainer.args.steps == 9
@@ -664,7 +664,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
     windows, rates = [], []
     for step in range(3, 7):
         metrics = trainer.training_step()
-        windows.append(trainer.stage.window(step))
+        windows.append(trainer.stage.sampler.window(step))
         rates.append(metrics["lr"])
         assert (trainer.stage.start, trainer.stage.args.microbatch) == (3, 3)
     assert trainer.stage.critic is None
@@ -688,7 +688,7 @@ def test_a_part_may_train_on_given_images(tmp_path):
         save_image(tmp_path / f"{i}.png", image, ImageInfo("", i, "small"))
     table = [{"prompt": f"a {word}", "image": f"{i}.png"} for i, word in enumerate(("cat", "dog"))]
     (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, table)))
-    given = {"objective": {"name": "sft", "dataset": str(tmp_path / "table.jsonl")}, "sampling": {"transition": "ode"}}
+    given = {"objective": {"name": "sft", "dataset": str(tmp_path / "table.jsonl")}}
     trainer = made(tmp_path / "run", steps=2, prompts=["a b"], **given)  # fewer than a step deals, and none is dealt
     trainer.train()
     told = rows(tmp_path / "run")
@@ -707,7 +707,7 @@ def test_a_part_may_train_on_given_images(tmp_path):
     ({"objective": {"advantage": "nowhere.py:mine"}}, "there is no advantage file nowhere.py"),
     ({"trackers": {"swanlab": {}}}, "trackers: swanlab needs the package"),
     ({"images_per_prompt": 3, "prompts_per_step": 3, "microbatch": 9, "objective": {"name": "dpo"},
-      "sampling": {"transition": "ode"}}, "odd|pairs"),
+      }, "odd|pairs"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_reported_before_the_run(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):

@@ -1,13 +1,15 @@
 """The section `objective`: one class per objective, with its settings, what training must provide for it, and its loss.
 
-A class with a default `name` is an objective: it is found by that name from then on. The formulas are in `flow_grpo/objectives.py`.
+Two families: `Stepwise` objectives train the Gaussian steps of an SDE rollout, `ForwardProcess` objectives the final latents of an ODE
+rollout, noised afresh. A class with a default `name` is an objective: it is found by that name from then on. The formulas are in
+`flow_grpo/objectives.py`.
 """
 
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from flow_grpo.config.anchors import KL, AnchorConfig, Decay, DecayRamp, NamedAnchor, name_anchors
 from flow_grpo.config.sections import ConfigSection, PathText, PositiveFloat, PositiveInt, Share
@@ -17,6 +19,7 @@ from flow_grpo.text import suggest
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flow_grpo.sde import Transition
     from flow_grpo.types import Loss, NoisedImage, TrainedStep
 
 OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoints have this name
@@ -64,12 +67,12 @@ class Objective(ConfigSection):
     """What every objective reads."""
 
     needs: ClassVar[Needs] = Needs()
-    stepwise: ClassVar[bool | None] = None  # on the log-probabilities of sampling steps; None: the transition decides
+    stepwise: ClassVar[bool] = False  # of the family `Stepwise`
 
     name: str
     """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, pepg, nft, crd, dgpo, sft or dpo on
-    final latents noised afresh. Your own: my_module:my_fn or file.py:my_fn. With `sampling.transition: ode` it receives noised latents,
-    otherwise sampling steps."""
+    final latents noised afresh. Your own: my_module:my_fn or file.py:my_fn, on sampling steps or, with family: forward_process, on noised
+    latents."""
     advantage: str = "grpo"
     """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
     (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn. Their formulas are in flow_grpo/advantages.py."""
@@ -122,6 +125,17 @@ class Objective(ConfigSection):
         """The adapter that samples a step's images; None is the trained one."""
         return None
 
+    def losses_per_image(self, sampling_steps: int) -> int:
+        """The losses of an image: one for each trained step or noise level.
+
+        Args:
+            sampling_steps: of a rollout.
+        """
+        raise NotImplementedError
+
+    def check_steps(self, sampling_steps: int) -> None:
+        """Raise FlowGRPOError if a setting does not fit a rollout of so many sampling steps."""
+
     @property
     def has_auto_clip(self) -> bool:
         """Whether the clip range is to be calibrated on the ratios of each step."""
@@ -136,6 +150,32 @@ class Objective(ConfigSection):
     def weighs_by_std(self) -> bool:
         """Whether each step's loss is weighed by the transition's std."""
         return False
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage_is_known(cls, name: str) -> str:
+        from flow_grpo.advantages import ADVANTAGES  # here, since it loads torch
+
+        if not is_custom(name) and name not in ADVANTAGES:
+            close = suggest(name, list(ADVANTAGES))
+            raise FlowGRPOError(f"there is no advantage {name}.{close} Choose one of {', '.join(ADVANTAGES)}.")
+        return name
+
+    @model_validator(mode="after")
+    def _advantage_is_read(self) -> "Objective":
+        if not self.needs.takes_advantage and "advantage" in self.changed():
+            instead = (
+                "its critic makes the advantages"
+                if self.needs.critic
+                else "it trains on the best of a group, without advantages"
+            )
+            raise FlowGRPOError(f"objective {self.name} does not use advantage: {instead}. Remove it.")
+        return self
+
+    @property
+    def _kinds_of_kl(self) -> set[str | None]:
+        """Those of the KL to the base model and of the anchors."""
+        return {self.kl, *(anchor.kl for anchor in self.anchors)}
 
 
 OBJECTIVES: dict[str, type[Objective]] = {}  # by name, in the order of this file
@@ -154,6 +194,14 @@ class Clip(Objective):
     @property
     def has_auto_clip(self) -> bool:
         return "auto" in (self.clip_low, self.clip_high)
+
+    @model_validator(mode="after")
+    def _auto_is_calibrated(self) -> "Clip":
+        if self.has_auto_clip and self.auto_clip_quantile is None:
+            raise FlowGRPOError(
+                f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(readers('clip_quantile'))}, not {self.name}."
+            )
+        return self
 
     def clip_range(self, observed: float = math.inf) -> tuple[float, float]:
         """clip_low and clip_high, with the observed range in place of `auto`."""
@@ -178,26 +226,6 @@ class StepWeight(Objective):
     @property
     def weighs_by_std(self) -> bool:
         return self.step_weight == "std"
-
-
-class NoiseLevels(Objective):
-    """The noise levels at which a forward-process objective noises final latents."""
-
-    num_noise_levels: Annotated[int, Field(gt=0, le=10_000)] = 1
-    """Noise levels drawn for each prompt of a step; all its images (see shared_noise) and all epochs have the same."""
-    sigma_range: tuple[Share, Share] = (0.0, 1.0)
-    """The range those noise levels are drawn from, before the scheduler's shift."""
-    sigma_distribution: Literal["uniform", "schedule"] = "uniform"
-    """How the noise levels are drawn from the range: `uniform`, or `schedule`, which takes sampling steps: those i of T whose 1 - i / T is
-    in the range. With schedule, several noise levels are different ones, as nft, crd and dgpo were published."""
-    shared_noise: bool = True
-    """Whether the images of a prompt have the same noise levels and the same noise. false draws them for each image, as nft and crd were
-    published; then differences of the images' losses are noisier."""
-
-    def steps_in_range(self, steps: int) -> list[int]:
-        """The steps i of a schedule of this length whose 1 - i / steps is in sigma_range."""
-        low, high = self.sigma_range
-        return [i for i in range(steps) if low - 1e-9 <= 1 - i / steps <= high + 1e-9]
 
 
 class Dataset(Objective):
@@ -233,10 +261,49 @@ class OldPolicy(Objective):
 # -- objectives on the log-probabilities of sampling steps ------------------------------------------------------------
 
 
+def stochastic_transitions() -> "dict[str, Transition]":
+    """The rows of `sde.TRANSITIONS` that add noise, imported when they are needed, since they load torch."""
+    from flow_grpo.sde import TRANSITIONS
+
+    return {name: row for name, row in TRANSITIONS.items() if row.stochastic}
+
+
+def _with_names(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(stochastic_transitions())
+
+
+class WindowConfig(ConfigSection):
+    schedule: Literal["all", "fixed", "random"] = "all"
+    """Which steps are stochastic and trained. `all`: first_step to last_step. Otherwise `size` adjacent steps: `fixed`, from
+    first_step, or `random`, drawn for each training step. `flow-grpo doctor --step-variance` measures which steps move the reward."""
+    size: PositiveInt = 3
+    """Steps in the window; `all` ignores it."""
+    first_step: Annotated[int, Field(ge=0)] = 0
+    """The first step that may be trained."""
+    last_step: int | None = None
+    """The last step that may be trained; by default the last but one, since the step to sigma 0 may have no noise to learn from."""
+
+    def last_of(self, sampling_steps: int) -> int:
+        """The last step that may be trained, of so many sampling steps."""
+        return sampling_steps - 2 if self.last_step is None else self.last_step
+
+
 class Stepwise(Objective):
     """An objective on the per-step log-probabilities of an SDE rollout."""
 
-    stepwise: ClassVar[bool | None] = True
+    stepwise: ClassVar[bool] = True
+
+    transition: Annotated[str, Field(json_schema_extra=_with_names)] = "flow_sde"
+    """The transition of the trained steps: how they add noise."""
+    noise_level: PositiveFloat = 0.7
+    """How much noise a trained step adds."""
+    window: WindowConfig = WindowConfig()
+    shared_initial_noise: bool = False
+    """Whether the images of a group start from the same noise and differ from the window's first step on. Earlier steps are
+    computed once per group. With a window of one step, rewards differ only by its noise (TempFlow, arXiv 2508.04324)."""
+    keep_graphs: bool = False
+    """Whether the update uses the rollout's own graphs of the trained steps in place of replaying them (LeanGRPO, arXiv 2609.03528):
+    faster, same gradient, for one update on a rollout. All graphs of a step are in memory at once, see `flow-grpo plan`."""
 
     def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
         """The loss of n rows at one trained step.
@@ -245,6 +312,45 @@ class Stepwise(Objective):
             observed_clip: the clip range that was seen at this step, for `clip_low: auto`.
         """
         raise NotImplementedError
+
+    def losses_per_image(self, sampling_steps: int) -> int:
+        window = self.window
+        return window.last_of(sampling_steps) - window.first_step + 1 if window.schedule == "all" else window.size
+
+    def check_steps(self, sampling_steps: int) -> None:
+        window, last = self.window, self.window.last_of(sampling_steps)
+        latest = sampling_steps - 1 if stochastic_transitions()[self.transition].noise_at_end else sampling_steps - 2
+        if not window.first_step <= last <= latest:
+            raise FlowGRPOError(
+                f"objective.window trains steps {window.first_step} to {last}, but with {sampling_steps} sampling steps of "
+                f"{self.transition} the trainable ones are 0 to {latest}."
+            )
+        if window.schedule != "all" and window.first_step + window.size - 1 > last:
+            raise FlowGRPOError(
+                f"objective.window.size={window.size} does not fit into steps {window.first_step} to {last}."
+            )
+
+    @field_validator("transition")
+    @classmethod
+    def _transition_is_known(cls, name: str) -> str:
+        if name not in (known := stochastic_transitions()):
+            close = suggest(name, list(known))
+            raise FlowGRPOError(
+                f"objective.transition={name} is no transition that adds noise.{close} Choose one of {', '.join(known)}."
+            )
+        return name
+
+    @model_validator(mode="after")
+    def _noise_fits(self) -> "Stepwise":
+        row = stochastic_transitions()[self.transition]
+        if self.noise_level > row.max_noise_level:
+            raise FlowGRPOError(
+                f"objective.noise_level={self.noise_level}, but for {self.transition} it is at most {row.max_noise_level:g}."
+            )
+        if "flow_grpo" in self._kinds_of_kl and not row.has_g:
+            with_g = " or ".join(name for name, one in stochastic_transitions().items() if one.has_g)
+            raise FlowGRPOError(f"objective.kl=flow_grpo divides by the g of {with_g}; {self.transition} has none.")
+        return self
 
 
 class Grpo(AutoClip, StepWeight, Stepwise):
@@ -327,10 +433,19 @@ class Ppo(AutoClip, StepWeight, Stepwise):
 # -- objectives on final latents, noised afresh -----------------------------------------------------------------------
 
 
-class ForwardProcess(NoiseLevels):
-    """An objective on the final latents of an ODE rollout, or of given images."""
+class ForwardProcess(Objective):
+    """An objective on the final latents of an ODE rollout, or of given images, noised afresh."""
 
-    stepwise: ClassVar[bool | None] = False
+    num_noise_levels: Annotated[int, Field(gt=0, le=10_000)] = 1
+    """Noise levels drawn for each prompt of a step; all its images (see shared_noise) and all epochs have the same."""
+    sigma_range: tuple[Share, Share] = (0.0, 1.0)
+    """The range those noise levels are drawn from, before the scheduler's shift."""
+    sigma_distribution: Literal["uniform", "schedule"] = "uniform"
+    """How the noise levels are drawn from the range: `uniform`, or `schedule`, which takes sampling steps: those i of T whose 1 - i / T is
+    in the range. With schedule, several noise levels are different ones, as nft, crd and dgpo were published."""
+    shared_noise: bool = True
+    """Whether the images of a prompt have the same noise levels and the same noise. false draws them for each image, as nft and crd were
+    published; then differences of the images' losses are noisier."""
 
     def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
         """The loss of n rows at one noise level."""
@@ -339,6 +454,36 @@ class ForwardProcess(NoiseLevels):
     def group_statistic(self, image: "NoisedImage", advantage: "Tensor") -> "Tensor":
         """A number of each row (n,) whose mean over a group the loss needs, in `image.group_mean`."""
         raise NotImplementedError
+
+    def steps_in_range(self, steps: int) -> list[int]:
+        """The steps i of a schedule of this length whose 1 - i / steps is in sigma_range."""
+        low, high = self.sigma_range
+        return [i for i in range(steps) if low - 1e-9 <= 1 - i / steps <= high + 1e-9]
+
+    def losses_per_image(self, sampling_steps: int) -> int:
+        return self.num_noise_levels
+
+    def check_steps(self, sampling_steps: int) -> None:
+        num_in_range = len(self.steps_in_range(sampling_steps))
+        if self.sigma_distribution == "schedule" and num_in_range < self.num_noise_levels:
+            raise FlowGRPOError(
+                f"objective.num_noise_levels={self.num_noise_levels} with sigma_distribution=schedule, but sigma_range has "
+                f"{num_in_range} of the {sampling_steps} sampling steps: set a wider sigma_range"
+                f"{', or fewer noise levels' if num_in_range else ''}."
+            )
+
+    @model_validator(mode="after")
+    def _fits_final_latents(self) -> "ForwardProcess":
+        of_steps = sorted(kind for kind in self._kinds_of_kl if kind not in (None, "velocity"))
+        if of_steps:
+            raise FlowGRPOError(
+                f"objective.kl={of_steps[0]} needs trained steps, {self.name} has none: set objective.kl=velocity."
+            )
+        if self.sigma_range[0] >= self.sigma_range[1]:
+            raise FlowGRPOError("objective.sigma_range must rise, for example [0, 1].")
+        if self.needs.rows_per_pair == 2 and not self.shared_noise:
+            raise FlowGRPOError(f"objective {self.name} compares a pair at the same noise: set objective.shared_noise=true.")
+        return self
 
 
 class Awm(Clip, LatentUnit, ForwardProcess):
@@ -455,12 +600,26 @@ class Dpo(Dataset, ForwardProcess):
 # -- a user's own -----------------------------------------------------------------------------------------------------
 
 
-class Custom(StepWeight, NoiseLevels):
-    """A user's own function, on sampling steps or, with `sampling.transition: ode`, on noised final latents."""
+class OwnFunction(Objective):
+    """What a user's own function of either family has."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own function."""
     needs: ClassVar[Needs] = Needs(ratio=True)
+
+
+class CustomStepwise(OwnFunction, StepWeight, Stepwise):
+    """A user's own function on sampling steps: (TrainedStep, advantage (n,)) -> Loss."""
+
+    family: Literal["stepwise"] = "stepwise"
+    """What your own function is of: sampling steps, or with forward_process noised final latents."""
+
+
+class CustomForwardProcess(OwnFunction, ForwardProcess):
+    """A user's own function on noised final latents: (NoisedImage, advantage (n,)) -> Loss."""
+
+    family: Literal["forward_process"]
+    """What your own function is of: noised final latents, or with stepwise sampling steps."""
 
 
 def is_custom(name: str) -> bool:
@@ -468,14 +627,17 @@ def is_custom(name: str) -> bool:
     return ":" in name
 
 
-def section_type(name: str) -> type[Objective]:
+def section_type(name: str = "grpo", family: str = "stepwise") -> type[Objective]:
     """The class of an objective.
+
+    Args:
+        family: of a user's own function.
 
     Raises:
         FlowGRPOError: there is no such objective.
     """
     if is_custom(name):
-        return Custom
+        return CustomForwardProcess if family == "forward_process" else CustomStepwise
     if name not in OBJECTIVES:
         known = list(OBJECTIVES)
         raise FlowGRPOError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
@@ -483,14 +645,14 @@ def section_type(name: str) -> type[Objective]:
 
 
 def section_types() -> dict[str, type[Objective]]:
-    """The class of each objective by its name, that of your own function last, as `file.py:function`."""
-    return {**OBJECTIVES, CUSTOM: Custom}
+    """The class of each objective by its name, those of your own functions last."""
+    return {**OBJECTIVES, CUSTOM: CustomStepwise, f"{CUSTOM}, family: forward_process": CustomForwardProcess}
 
 
 def readers(setting: str) -> list[str]:
     """The objectives that read a setting of this section."""
     names = [name for name, section in section_types().items() if setting in section.model_fields]
-    return ["your own function" if is_custom(name) else name for name in names]
+    return list(dict.fromkeys("your own function" if is_custom(name) else name for name in names))
 
 
 def read_objective(values: Any) -> Any:
@@ -499,12 +661,23 @@ def read_objective(values: Any) -> Any:
     Raises:
         FlowGRPOError: the objective does not read one of the settings, or has no such setting, or there is no such objective.
     """
-    if not isinstance(values, dict) or not isinstance(name := values.get("name", "grpo"), str):
+    if not isinstance(values, dict) or not isinstance(values.get("name", "grpo"), str):
         return values
-    section = section_type(name)
+    section = _section_of(values)
     unread = next((key for key in values if key not in section.model_fields and readers(key)), None)
     if unread is not None:
         names = readers(unread)
         do = f"{names[0]} does" if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]} do"
-        raise FlowGRPOError(f"objective {name} does not use {unread}; {do}: remove it.")
+        raise FlowGRPOError(f"objective {values.get('name', 'grpo')} does not use {unread}; {do}: remove it.")
     return section.model_validate(values)
+
+
+def _section_of(settings: dict[str, Any]) -> type[Objective]:
+    return section_type(settings.get("name", "grpo"), settings.get("family", "stepwise"))
+
+
+def shared_settings(former: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an objective that another one reads too; unknown ones stay, to be refused."""
+    old, new = _section_of(former), _section_of(chosen)
+    read = new.model_fields.keys() - (set() if new.needs.takes_advantage else {"advantage"})
+    return {key: value for key, value in former.items() if key in read or key not in old.model_fields}

@@ -20,7 +20,7 @@ RESUMABLE = {
     "where it is computed, which changes numbers by rounding": (
         "device",
         "microbatch",
-        "sampling.keep_graphs",
+        "objective.keep_graphs",
         "memory.embedding_cache_dir",
         "memory.offload_text_encoders",
         "memory.gradient_checkpointing",

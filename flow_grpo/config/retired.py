@@ -1,8 +1,14 @@
-"""Settings of 0.4 that are gone. A run folder of 0.4 has them all with their defaults, which are dropped; another value is refused."""
+"""Settings of 0.4 that are gone or have moved.
+
+A run folder of 0.4 has all of them with their defaults. Of those that are gone the defaults are dropped and another value is refused.
+Those that moved are read in both places.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from flow_grpo.config.objective import Objective, Stepwise, is_custom, section_type
+from flow_grpo.config.sections import ConfigSection
 from flow_grpo.errors import FlowGRPOError
 
 
@@ -27,7 +33,10 @@ LEVELS = "choose uniform or schedule as objective.sigma_distribution"
 RESET = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
 WINDOW = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
 FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
+CURRICULUM = "set prompt_weights=variance, by which prompts whose rewards are equal are sampled less often"
 RETIRED = [
+    Retired("dynamic_sampling_rounds", 0, CURRICULUM),
+    Retired("prompt_skipping.patience", 0, CURRICULUM),
     Retired(
         "objective.name",
         None,
@@ -46,10 +55,10 @@ RETIRED = [
     Retired("objective.anchors.*.every", None, RESET),
     Retired("objective.anchors.*.threshold", None, RESET),
     Retired("objective.anchors.*.to", None, RESET, values=("reset",)),
-    Retired("sampling.branches", [], "set sampling.shared_initial_noise=true, a start that the images of a group share"),
+    Retired("sampling.branches", [], "set objective.shared_initial_noise=true, a start that the images of a group share"),
     Retired("sampling.log_prob", "gaussian", "remove it: log-probabilities are Gaussian"),
     Retired("sampling.solver", None, "choose dpm_2m, which has order 2 with one velocity a step", values=("heun", "ab2")),
-    Retired("sampling.transition", None, "choose cps or flow_sde", values=("difference",)),
+    Retired("sampling.transition", None, "choose cps or flow_sde by objective.transition", values=("difference",)),
     Retired("sampling.window.shift_every", 25, WINDOW),
     Retired("sampling.window.schedule", None, WINDOW, values=("auto", "sliding")),
     Retired("evaluation.sizes", [], "run flow-grpo eval with evaluation.height and evaluation.width"),
@@ -66,6 +75,7 @@ def drop_retired(values: dict[str, Any]) -> dict[str, Any]:
     """
     for retired in RETIRED:
         values = _dropped(values, retired.path.split("."), retired)
+    values = {key: value for key, value in values.items() if key != "prompt_skipping"}  # without patience, it skips none
     if isinstance(stages := values.get("stages"), list):
         values = {**values, "stages": [drop_retired(stage) if isinstance(stage, dict) else stage for stage in stages]}
     return values
@@ -92,6 +102,80 @@ def _dropped(values: Any, path: list[str], retired: Retired) -> Any:
 
 def _shown(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "*")
+
+
+MOVED = (
+    "transition",
+    "noise_level",
+    "window",
+    "shared_initial_noise",
+    "keep_graphs",
+)  # from `sampling` to stepwise objectives
+
+
+def move_to_objective(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings with those of `sampling` that 0.5 has in stepwise objectives in that place, in stages too.
+
+    Defaults are left out. A forward-process objective had the transition `ode`, and a user's own function was of final latents with it.
+    """
+    stages, old, objective = values.get("stages"), _moved_settings(values), _objective(values)
+    if isinstance(stages, list) and stages:
+        moved = [
+            _with_moved(stage, {**objective, **_objective(stage)}, old) if isinstance(stage, dict) else stage
+            for stage in stages
+        ]
+        return {**_without_moved(values), "stages": moved}
+    return _with_moved(values, objective, {})
+
+
+def _with_moved(values: dict[str, Any], objective: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run or stage with those that moved.
+
+    Args:
+        objective: the one that it has, or has from the run.
+        inherited: those of the run that moved, of a stage.
+    """
+    own, given = _objective(values), _moved_settings(values)
+    old = {**{key: value for key, value in inherited.items() if key not in own}, **given}
+    name = objective.get("name", "grpo")
+    if not old or not isinstance(name, str):
+        return values
+    family = {"family": "forward_process"} if is_custom(name) and old.get("transition") == "ode" else {}
+    if issubclass(section_type(name, **family), Stepwise):
+        new = {key: value for key, value in old.items() if key in own or not _is_default(key, value)}
+    else:  # what it does not read is refused if it was given; a run folder of 0.4 has the defaults
+        new = {
+            key: value
+            for key, value in given.items()
+            if (value != "ode" if key == "transition" else not _is_default(key, value))
+        }
+        new |= family
+    values = _without_moved(values)
+    return {**values, "objective": {**own, **new}} if new else values
+
+
+def _moved_settings(values: dict[str, Any]) -> dict[str, Any]:
+    sampling = values.get("sampling")
+    return {key: sampling[key] for key in MOVED if key in sampling} if isinstance(sampling, dict) else {}
+
+
+def _without_moved(values: dict[str, Any]) -> dict[str, Any]:
+    sampling = values.get("sampling")
+    if not isinstance(sampling, dict):
+        return dict(values)
+    return {**values, "sampling": {key: value for key, value in sampling.items() if key not in MOVED}}
+
+
+def _objective(values: dict[str, Any]) -> dict[str, Any]:
+    objective = values.get("objective")
+    if isinstance(objective, Objective):
+        return {"name": objective.name, **objective.model_dump(exclude_unset=True)}
+    return objective if isinstance(objective, dict) else {}
+
+
+def _is_default(key: str, value: Any) -> bool:
+    default = Stepwise.model_fields[key].get_default()
+    return value == (default.model_dump() if isinstance(default, ConfigSection) else default)
 
 
 def documented() -> Iterator[tuple[str, str]]:

@@ -7,19 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from flow_grpo.config import validation
+from flow_grpo.config import checks
 from flow_grpo.config.bundled import TRAINING_PROMPTS, find_config
 from flow_grpo.config.errors import error_sentence
 from flow_grpo.config.loading import dump_yaml, read_yaml
-from flow_grpo.config.merge import (
-    drop_settings_of_former_objective,
-    merge,
-    merge_stage,
-    with_transition,
-)
+from flow_grpo.config.objective import shared_settings
 from flow_grpo.config.overrides import check_form, override
-from flow_grpo.config.prompt_set_checks import check_prompt_sets
-from flow_grpo.config.retired import FSDP, drop_retired
+from flow_grpo.config.retired import FSDP, drop_retired, move_to_objective
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.config.shorthand import SIZES, expand_objective, expand_rewards, expand_trackers, resolve_auto_microbatch
 from flow_grpo.errors import FlowGRPOError
@@ -31,7 +25,6 @@ STAGE_FIELDS = (
     "optimizer",
     "prompts_per_step",
     "images_per_prompt",
-    "dynamic_sampling_rounds",
     "microbatch",
     "updates",
     "epochs",
@@ -54,7 +47,7 @@ class FlowGRPOConfig(RunSettings):
         """Expand short forms, and drop settings of 0.4 that are gone."""
         if not isinstance(values, dict):
             return values
-        values = with_transition(expand_trackers(_with_current_settings(values)))
+        values = expand_trackers(_with_current_settings(values))
         expand_rewards(values)
         return resolve_auto_microbatch(values, {name: cls.model_fields[name].default for name in SIZES})
 
@@ -64,16 +57,16 @@ class FlowGRPOConfig(RunSettings):
             raise FlowGRPOError("rewards is empty: name at least one, for example `rewards: {ocr: 1.0}`.")
         if not any(reward.weight for reward in self.rewards.values()):
             raise FlowGRPOError("every reward has weight 0, so there is nothing to train on: give one a weight.")
-        validation.check_trackers(self.trackers)
-        check_prompt_sets(self)
+        checks.check_trackers(self.trackers)
+        checks.check_prompt_sets(self)
         parts = [stage for _, stage in self.resolved_stages()]  # each stage is checked as it is built
-        validation.check_prompt_skipping(self.prompt_skipping, parts)
+        checks.check_curriculum(self, parts)
         if self.stages:
             total = sum(stage.steps for stage in parts)
-            validation.check_total_steps(self, total)
+            checks.check_total_steps(self, total)
             self.__dict__["steps"] = total  # as set, it would be checked again
         else:
-            validation.check_run(self)
+            checks.check_run(self)
         return self
 
     def with_model(self, model: str) -> "FlowGRPOConfig":
@@ -85,7 +78,7 @@ class FlowGRPOConfig(RunSettings):
         """The training step at which each stage begins, and its settings. Without `stages`, the run itself."""
         if not self.stages:
             return [(0, self._with_fitting_microbatch())]
-        base, stages, start = self.model_dump(exclude={"stages", "prompt_skipping"}), [], 0  # skipping is the whole run's
+        base, stages, start = self.model_dump(exclude={"stages", "prompt_weights"}), [], 0  # weights are the whole run's
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
@@ -93,7 +86,7 @@ class FlowGRPOConfig(RunSettings):
                 raise FlowGRPOError(
                     f"stage {number} {problem}: give steps, and what may change, {', '.join(STAGE_FIELDS[1:])}."
                 )
-            stage = self._validated(merge_stage(base, settings), f"stage {number}: ")
+            stage = self._validated(_merged(_with_objective_of(base, settings), settings), f"stage {number}: ")
             stages.append((start, stage._with_fitting_microbatch()))
             start += stage.steps
         return stages
@@ -159,7 +152,7 @@ class FlowGRPOConfig(RunSettings):
             raise FlowGRPOError(f"accelerate was launched with DeepSpeed, which is no longer supported: {FSDP}.")
         if os.environ.get("ACCELERATE_USE_FSDP") != "true" or self.memory.shard == "fsdp2":
             return self
-        return self._validated(merge(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
+        return self._validated(_merged(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
 
     def pipeline_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
@@ -177,25 +170,39 @@ class FlowGRPOConfig(RunSettings):
 
 
 def _with_current_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a file without those of 0.4 that are gone."""
-    return drop_retired(expand_objective(values))
+    """The settings of a file without those of 0.4 that are gone, and with those that moved in their place."""
+    return move_to_objective(drop_retired(expand_objective(values)))
 
 
 def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """The settings of a file with overrides over them."""
+    """The settings of a file with overrides over them. One that chooses another objective keeps the settings that both read."""
     check_form(overrides)
+    return _with_pairs(_with_objective_of(file, _with_pairs(file, overrides)), overrides)
+
+
+def _with_pairs(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     values = copy.deepcopy(file)
-    paths = []
     for pair in overrides:
-        paths.append(override(values, pair))
-        if paths[-1] == ["stages"] and values["stages"]:
+        if override(values, pair) == ["stages"] and values["stages"]:
             values.pop("steps", None)  # those given before, as in the file, are of other stages or of none
-    replaced = {
-        (path[0], key)
-        for path in paths
-        if len(path) == 1 and isinstance(values.get(path[0]), dict)
-        for key in values[path[0]]
-    }
-    return drop_settings_of_former_objective(
-        file, values, replaced | {(path[0], path[1]) for path in paths if len(path) > 1}
-    )
+    return values
+
+
+def _with_objective_of(former: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The `former` settings with only those of their objective that the objective of the `chosen` settings reads."""
+    old, new = former.get("objective") or {}, chosen.get("objective") or {}
+    new = {"name": new} if isinstance(new, str) else new
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return former
+    if not isinstance(name := new.get("name", old.get("name", "grpo")), str):
+        return former
+    return {**former, "objective": shared_settings(old, {**new, "name": name})}
+
+
+def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the settings of `overrides`, section by section."""
+    merged = dict(base)
+    for key, value in overrides.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return merged

@@ -94,6 +94,14 @@ def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
             stack += [([*path, str(key)], part) for key, part in inner]
 
 
+class SamplingConfig(ConfigSection):
+    steps: Annotated[int, Field(ge=2, le=10_000)] = 10
+    """Sampling steps in training."""
+    solver: Literal["euler", "dpm_2m"] = "euler"
+    """How rollouts solve the ODE, all of their steps or those outside the window (MixGRPO-Flash, arXiv 2507.21802). `dpm_2m`
+    (DPM-Solver++ 2M, arXiv 2211.01095) has order 2 with one velocity a step."""
+
+
 class LoraConfig(ConfigSection):
     rank: Annotated[int, Field(gt=0, le=2**16)] = 32
     """Rank of the low-rank matrices."""
@@ -228,13 +236,6 @@ def _read_prompt_sets(value: Any) -> Any:
 
 FROM_PYTHON = "(given from Python)"  # in a run's config, instead of prompts that were given in memory
 Prompts = Annotated[PathText | list[PromptSetConfig] | None, BeforeValidator(_read_prompt_sets)]
-
-
-class PromptSkippingConfig(ConfigSection):
-    patience: Annotated[int, Field(ge=0)] = 0
-    """A prompt is skipped once its group had zero reward standard deviation this many times in a row; 0 skips none."""
-    steps: PositiveInt = 25
-    """Training steps for which it is skipped."""
 
 
 class EvaluationConfig(ConfigSection):

@@ -6,7 +6,6 @@ from pydantic import Field, SerializeAsAny, field_validator
 
 from flow_grpo.config.bundled import TRAINING_PROMPTS
 from flow_grpo.config.objective import Objective, read_objective
-from flow_grpo.config.sampling import SamplingConfig, transitions
 from flow_grpo.config.sections import (
     ConfigSection,
     EvaluationConfig,
@@ -18,8 +17,8 @@ from flow_grpo.config.sections import (
     PositiveInt,
     Prompts,
     PromptSetConfig,
-    PromptSkippingConfig,
     RewardConfig,
+    SamplingConfig,
     Seed,
 )
 from flow_grpo.errors import FlowGRPOError
@@ -66,10 +65,9 @@ class RunSettings(ConfigSection):
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
     epochs: Annotated[int, Field(gt=0, le=1000)] = 1
     """Passes over each rollout."""
-    dynamic_sampling_rounds: Annotated[int, Field(ge=0)] = 0
-    """Further rounds of prompts sampled at most in a step until all its groups have signal (DAPO, arXiv 2503.14476); 0 is none."""
-    prompt_skipping: PromptSkippingConfig = PromptSkippingConfig()
-    """Skips prompts whose groups had zero reward standard deviation."""
+    prompt_weights: Literal["uniform", "variance"] = "uniform"
+    """How often a prompt is sampled: all equally, or by the variance of its group's rewards, since equal rewards teach nothing (CGPO,
+    arXiv 2605.17807)."""
 
     sampling: SamplingConfig = SamplingConfig()
     objective: SerializeAsAny[Objective] = Field(default_factory=lambda: read_objective({}))
@@ -119,12 +117,6 @@ class RunSettings(ConfigSection):
                 "prompts/ocr_train.txt and prompts/geneval_train.jsonl are shipped."
             )
         return self.prompts
-
-    @property
-    def stepwise(self) -> bool:
-        """Whether the objective trains on sampling steps, not on final latents. A user's own function leaves it to the transition."""
-        own = self.objective.stepwise
-        return transitions()[self.sampling.transition].stochastic if own is None else own
 
     @property
     def trains_on_zero_std_groups(self) -> bool:

@@ -8,7 +8,6 @@ import yaml
 
 from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
 from flow_grpo.config.loading import dump_yaml
-from flow_grpo.config.merge import objective_reads
 from flow_grpo.config.objective import is_custom, section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 
@@ -32,8 +31,8 @@ SHOWN_FIELDS: dict[str, list[str]] = {
     "images_per_prompt": [],
     "microbatch": [],
     "updates": [],
-    "sampling": ["steps", "transition", "noise_level", "window"],
-    "objective": ["name", "advantage", "clip_low", "clip_high", "kl_weight"],
+    "sampling": ["steps"],
+    "objective": ["name", "transition", "noise_level", "window", "advantage", "clip_low", "clip_high", "kl_weight"],
     "lora": ["rank", "alpha", "targets"],
     "optimizer": ["lr"],
     "ema_decay": [],
@@ -94,7 +93,7 @@ def _shown_fields(args: FlowGRPOConfig, values: dict[str, Any], key: str) -> lis
         return SHOWN_FIELDS[key]
     section = getattr(args, key)
     preset = [name for name in type(section).model_fields if name in section.model_fields_set]
-    return [name for name in dict.fromkeys([*SHOWN_FIELDS[key], *preset]) if objective_reads(values, key, name)]
+    return [name for name in dict.fromkeys([*SHOWN_FIELDS[key], *preset]) if name in type(section).model_fields]
 
 
 def json_schema() -> dict[str, Any]:

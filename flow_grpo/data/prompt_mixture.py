@@ -69,7 +69,7 @@ def _without_sets(loaded: PromptSet, name: str) -> PromptSet:
 
 
 class MixedPromptSampler(PromptSampler):
-    """Samples the prompts of training steps from several sets: each prompt's set is drawn by weight from (seed, step, first group).
+    """Samples the prompts of training steps from several sets: each prompt's set is drawn by weight from (seed, step).
 
     Within a set, the prompts are those of a `PromptSampler`. Its arguments and methods are those of a `PromptSampler`.
 
@@ -77,36 +77,34 @@ class MixedPromptSampler(PromptSampler):
         FlowGRPOError: on sampling more prompts at once than a set has.
     """
 
-    def __init__(self, prompts: PromptMixture, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
-        super().__init__(prompts, seed, patience, skip_steps)
+    def __init__(self, prompts: PromptMixture, seed: int, by_variance: bool = False) -> None:
+        super().__init__(prompts, seed, by_variance)
         self.names, self.parts, self.weights = prompts.names, prompts.parts, prompts.weights
-        self.samplers = [PromptSampler(part, seed, patience, skip_steps) for part in prompts.parts]
+        self.samplers = [PromptSampler(part, seed, by_variance) for part in prompts.parts]
         self.starts = [0, *accumulate(len(part) for part in prompts.parts)]
 
-    def sample(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
-        """`prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
+    def sample(self, step: int, prompts: int, images: int) -> PromptBatch:
+        """`prompts` different prompts with `images` images each."""
         for name, part in zip(self.names, self.parts, strict=True):
             if prompts > len(part):
                 raise FlowGRPOError(
                     f"prompts_per_step={prompts}, but the prompt set {name} has {len(part)}, and all of a step may be drawn from it: "
                     "give it more prompts, or set a smaller prompts_per_step."
                 )
-        draws = torch.rand(prompts, generator=generator(self.seed, "prompt set", step, first_group), dtype=torch.float64)
+        # 0: as in 0.4, so that its runs go on to the same prompts
+        draws = torch.rand(prompts, generator=generator(self.seed, "prompt set", step, 0), dtype=torch.float64)
         bounds = torch.tensor(self.weights, dtype=torch.float64).cumsum(0)
         chosen = torch.bucketize(draws * bounds[-1], bounds, right=True).tolist()
         indices = {
-            number: iter(self.samplers[number].sample_indices(step, chosen.count(number))) for number in sorted(set(chosen))
+            number: iter(self.samplers[number].sample_indices(chosen.count(number))) for number in sorted(set(chosen))
         }
-        return self.prompts.take([self.starts[number] + next(indices[number]) for number in chosen], images, first_group)
+        return self.prompts.take([self.starts[number] + next(indices[number]) for number in chosen], images)
 
-    def observe_signal(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
-        """Records which rows (B,) of a batch belong to groups with signal."""
+    def observe(self, batch: PromptBatch, reward: Tensor) -> None:
+        """Record the variance of the rewards (B,) of whole groups."""
         for name, sampler in zip(self.names, self.samplers, strict=True):
             rows = torch.tensor([i for i, row in enumerate(batch.metadata) if row[SET] == name], dtype=torch.long)
-            sampler.observe_signal(step, batch.take(rows), signal[rows])
-
-    def num_skipped(self, step: int) -> int:
-        return sum(sampler.num_skipped(step) for sampler in self.samplers)
+            sampler.observe(batch.take(rows), reward[rows])
 
     def state_dict(self) -> dict:
         return {name: sampler.state_dict() for name, sampler in zip(self.names, self.samplers, strict=True)}
@@ -116,8 +114,8 @@ class MixedPromptSampler(PromptSampler):
             sampler.load_state_dict(state[name])
 
 
-def sampler_of(prompts: PromptSet, seed: int, patience: int = 0, skip_steps: int = 0) -> PromptSampler:
+def sampler_of(prompts: PromptSet, seed: int, by_variance: bool = False) -> PromptSampler:
     """A sampler of the prompts of training steps, or of several sets of them."""
     if isinstance(prompts, PromptMixture):
-        return MixedPromptSampler(prompts, seed, patience, skip_steps)
-    return PromptSampler(prompts, seed, patience, skip_steps)
+        return MixedPromptSampler(prompts, seed, by_variance)
+    return PromptSampler(prompts, seed, by_variance)

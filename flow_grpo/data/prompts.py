@@ -58,13 +58,13 @@ class PromptSet:
         """All prompts with `images` images each."""
         return self.take(range(len(self)), images)
 
-    def take(self, chosen: Sequence[int], images: int, first_group: int = 0) -> PromptBatch:
-        """The prompts at these indices with `images` images each; their groups are numbered from `first_group`."""
+    def take(self, chosen: Sequence[int], images: int) -> PromptBatch:
+        """The prompts at these indices with `images` images each."""
         rows = [i for i in chosen for _ in range(images)]
         return PromptBatch(
             [self.prompts[i] for i in rows],
             [self.metadata[i] for i in rows],
-            torch.arange(len(rows)) // images + first_group,
+            torch.arange(len(rows)) // images,
             torch.arange(len(rows)) % images,
         )
 
@@ -76,72 +76,76 @@ def _as_text(value: object) -> str:
 
 
 class PromptSampler:
-    """Samples the prompts of training steps: shuffled epochs, without prompts that are skipped for having no signal.
+    """Samples the prompts of training steps: shuffled epochs, of which a curriculum passes over prompts that teach little.
 
-    Every epoch is a permutation drawn from (seed, epoch); prompts that don't fill a last step are left out of it. A prompt whose
-    group had no signal `patience` times in a row is skipped for `skip_steps` steps; patience 0 skips none.
+    Every epoch is a permutation drawn from (seed, epoch); prompts that don't fill a last step are left out of it. The curriculum is
+    CGPO's (arXiv 2605.17807): a prompt is taken with a probability that grows with the variance of its group's rewards, from 0.1 to 1
+    between the least and the greatest variance seen; a prompt that was not sampled yet is always taken. The paper's cap of the variance
+    at 0.6 is left out, since it depends on the scale of the rewards.
+
+    Args:
+        by_variance: whether there is a curriculum.
     """
 
-    def __init__(self, prompts: PromptSet, seed: int, patience: int = 0, skip_steps: int = 0) -> None:
-        self.prompts, self.seed, self.patience, self.skip_steps = prompts, seed, patience, skip_steps
+    MIN_PROBABILITY = 0.1
+
+    def __init__(self, prompts: PromptSet, seed: int, by_variance: bool = False) -> None:
+        self.prompts, self.seed, self.by_variance = prompts, seed, by_variance
         self.epoch, self.position = 0, 0  # the position of the next prompt in the epoch's order
-        self.zero_std_streak: dict[str, int] = {}  # by the prompt's key: how many times in a row its group had no signal
-        self.skipped_until: dict[str, int] = {}  # by the prompt's key: the first step at which it may be sampled again
+        self.variance: dict[str, float] = {}  # of the rewards of a prompt's groups, by its key; older ones count half
 
-    def sample(self, step: int, prompts: int, images: int, first_group: int = 0) -> PromptBatch:
-        """Sample `prompts` different prompts with `images` images each; the groups are numbered from `first_group`."""
-        return self.prompts.take(self.sample_indices(step, prompts), images, first_group)
+    def sample(self, step: int, prompts: int, images: int) -> PromptBatch:
+        """Sample `prompts` different prompts with `images` images each."""
+        return self.prompts.take(self.sample_indices(prompts), images)
 
-    def sample_indices(self, step: int, prompts: int) -> list[int]:
+    def sample_indices(self, prompts: int) -> list[int]:
         """The indices of `prompts` different prompts."""
         if prompts > len(self.prompts):
             raise FlowGRPOError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
-        left = self._available(step)
-        if len(left) < prompts:
+        order, taken = self._rest_of_epoch()
+        if len(taken) < prompts:
             self.epoch, self.position = self.epoch + 1, 0
-            left = self._available(step)
-        if len(left) < prompts:  # nearly all are skipped: use them all again
-            self.skipped_until = {}
-            left = self._available(step)
-        positions = left[:prompts]
-        order = self._order()
+            order, taken = self._rest_of_epoch()
+        if len(taken) < prompts:  # nearly all are passed over: take the next ones
+            taken = sorted([*taken, *[p for p in range(len(order)) if p not in set(taken)][: prompts - len(taken)]])
+        positions = taken[:prompts]
         self.position = positions[-1] + 1
         return [order[position] for position in positions]
 
-    def observe_signal(self, step: int, batch: PromptBatch, signal: Tensor) -> None:
-        """Record which rows (B,) of a batch belong to groups with signal."""
-        if not self.patience:
+    def observe(self, batch: PromptBatch, reward: Tensor) -> None:
+        """Record the variance of the rewards (B,) of whole groups."""
+        if not self.by_variance:
             return
-        for prompt, has_signal in dict(zip(map(prompt_key, batch.prompts), signal.tolist(), strict=True)).items():
-            self.zero_std_streak[prompt] = 0 if has_signal else self.zero_std_streak.get(prompt, 0) + 1
-            if self.zero_std_streak[prompt] >= self.patience:
-                self.skipped_until[prompt] = step + 1 + self.skip_steps
-                self.zero_std_streak[prompt] = self.patience - 1  # without signal once more, it is skipped again
-
-    def num_skipped(self, step: int) -> int:
-        """The number of prompts that are skipped at that step."""
-        return sum(first_step > step for first_step in self.skipped_until.values())
+        for group in batch.group.unique().tolist():
+            rows = (batch.group == group).nonzero()[:, 0]
+            key, variance = prompt_key(batch.prompts[int(rows[0])]), reward[rows].var(correction=0).item()
+            self.variance[key] = (self.variance.get(key, variance) + variance) / 2
 
     def state_dict(self) -> dict:
         """What the sampler has observed, for a checkpoint."""
-        zero_std_streak, skipped_until = dict(self.zero_std_streak), dict(self.skipped_until)
         # keys as in checkpoints of flow-grpo 0.3
-        return {"epoch": self.epoch, "place": self.position, "silent": zero_std_streak, "until": skipped_until}
+        return {"epoch": self.epoch, "place": self.position, "variance": dict(self.variance)}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
         self.epoch, self.position = state["epoch"], state["place"]
-        self.zero_std_streak, self.skipped_until = dict(state["silent"]), dict(state["until"])
+        self.variance = dict(state.get("variance", {}))  # which checkpoints of 0.4 have not
 
-    def _order(self) -> list[int]:
-        return torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
+    def _rest_of_epoch(self) -> tuple[list[int], list[int]]:
+        """This epoch's order of the prompts, and its positions that are still to come and taken."""
+        order = torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
+        if not self.variance:
+            return order, list(range(self.position, len(order)))
+        draws = torch.rand(len(order), generator=generator(self.seed, "curriculum", self.epoch)).tolist()
+        least, greatest = min(self.variance.values()), max(self.variance.values())
 
-    def _available(self, step: int) -> list[int]:
-        """The positions of this epoch that are still to come and whose prompts are not skipped."""
-        order, texts = self._order(), self.prompts.prompts
-        return [
-            p for p in range(self.position, len(order)) if self.skipped_until.get(prompt_key(texts[order[p]]), 0) <= step
-        ]
+        def is_taken(position: int) -> bool:
+            variance = self.variance.get(prompt_key(self.prompts.prompts[order[position]]))
+            if variance is None or least == greatest:
+                return True
+            return draws[position] < max(self.MIN_PROBABILITY, (variance - least) / (greatest - least))
+
+        return order, [position for position in range(self.position, len(order)) if is_taken(position)]
 
 
 def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:

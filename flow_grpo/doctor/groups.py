@@ -18,9 +18,9 @@ from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.training.group_advantages import explain_small_share
-from flow_grpo.training.image_sampler import ImageSampler
 from flow_grpo.training.rewards import HUMAN
-from flow_grpo.training.rollouts import RolloutSource
+from flow_grpo.training.rollouts import ImageSampler
+from flow_grpo.training.state import Stage
 from flow_grpo.types import PromptBatch, Trajectory
 
 MAX_IMAGES = 128  # that are sampled for the checks, as far as whole groups allow
@@ -44,57 +44,57 @@ class SampledGroups:
         return RewardInputs(self.images, self.batch.prompts, self.batch.columns())
 
 
-def sample_groups(source: RolloutSource, step: int, prompts: PromptSet) -> SampledGroups:
+def sample_groups(stage: Stage, step: int, prompts: PromptSet) -> SampledGroups:
     """Sample the first groups of a training step."""
-    args = source.args
+    args = stage.args
     count = max(1, min(args.prompts_per_step, MAX_IMAGES // args.images_per_prompt))
     batch = sampler_of(prompts, args.seed).sample(step, count, args.images_per_prompt)
-    return _sample(source.image_sampler, step, batch, source.window(step))
+    return _sample(stage.sampler, step, batch, stage.sampler.window(step))
 
 
 def _sample(sampler: ImageSampler, step: int, batch: PromptBatch, window: list[int]) -> SampledGroups:
     """Sample the groups; `window` has the stochastic steps. Without any, the ODE is sampled from the same initial noise."""
     started = time.perf_counter()
     trajectory = sampler.trajectory(step, batch, window)
-    images = sampler.policy.decode(trajectory.final, sampler.args.microbatch)
+    images = sampler.policy.decode(trajectory.final, sampler.microbatch)
     return SampledGroups(step, batch, trajectory, images, time.perf_counter() - started)
 
 
-def check_groups(source: RolloutSource, groups: SampledGroups, values: dict[str, Tensor] | None = None) -> list[CheckResult]:
+def check_groups(stage: Stage, groups: SampledGroups, values: dict[str, Tensor] | None = None) -> list[CheckResult]:
     """Whether there is a learning signal in the groups, and whether the noise of the trained steps causes it.
 
     Args:
         values: (B,) by reward, if the images are scored already.
     """
-    if HUMAN in source.rewards.trained_weights:  # their values are unknown
-        return [_check_batch_invariance(source, groups)]
+    if HUMAN in stage.sampler.rewards.trained_weights:  # their values are unknown
+        return [_check_batch_invariance(stage, groups)]
     if values is None:
-        values = source.image_sampler.score(groups.batch, groups.images).by_name
-    by_reward, weights = source.group_advantages.trained_rewards(groups.batch, values)
-    by_group = advantages.weighted_sum(by_reward, weights).view(-1, source.args.images_per_prompt)
+        values = stage.sampler.score(groups.batch, groups.images).by_name
+    by_reward, weights = stage.groups.trained_rewards(groups.batch, values)
+    by_group = advantages.weighted_sum(by_reward, weights).view(-1, stage.args.images_per_prompt)
     scored = by_group.isfinite().all(1)  # without the groups of a reward that was dropped
     results = []
-    if source.critic is None and scored.any():
-        rows = scored.repeat_interleave(source.args.images_per_prompt)
+    if stage.critic is None and scored.any():
+        rows = scored.repeat_interleave(stage.args.images_per_prompt)
         of_scored = {name: value[rows] for name, value in values.items()}
-        results += _check_signal(source, groups.batch.take(rows.nonzero()[:, 0]), of_scored, by_group[scored])
+        results += _check_signal(stage, groups.batch.take(rows.nonzero()[:, 0]), of_scored, by_group[scored])
     if groups.trajectory.steps:
-        results += _check_noise(source, groups, by_group)
-    return [*results, _check_batch_invariance(source, groups)]
+        results += _check_noise(stage, groups, by_group)
+    return [*results, _check_batch_invariance(stage, groups)]
 
 
-def _check_signal(source: RolloutSource, batch: PromptBatch, values: dict[str, Tensor], reward: Tensor) -> list[CheckResult]:
+def _check_signal(stage: Stage, batch: PromptBatch, values: dict[str, Tensor], reward: Tensor) -> list[CheckResult]:
     """Check that complete groups have signal, given the values of their rows by reward, and their weighted sum (P, G)."""
-    args, results, method = source.args, [], source.group_advantages.method
+    args, results, method = stage.args, [], stage.groups.method
     if args.objective.needs.rows == "all":  # other objectives choose the best of a group, or the best and the worst
         results.append(group_size(args.images_per_prompt))
-    compared, _ = source.group_advantages.compared_rewards(batch, values)
+    compared, _ = stage.groups.compared_rewards(batch, values)
     has_signal = advantages.has_signal(compared, batch.group, method)
-    results.append(zero_std_groups(has_signal.view_as(reward)[:, 0], reward, args.stepwise))
-    by_reward, weights = source.group_advantages.trained_rewards(batch, values)
+    results.append(zero_std_groups(has_signal.view_as(reward)[:, 0], reward, args.objective.stepwise))
+    by_reward, weights = stage.groups.trained_rewards(batch, values)
     share, _ = advantages.shares(by_reward, weights, batch.group, method)
     varies = by_reward.amax(0) > by_reward.amin(0)
-    names = source.rewards.trained_weights
+    names = stage.sampler.rewards.trained_weights
     of_several = {
         name: value for name, value, is_varied in zip(names, share.tolist(), varies.tolist(), strict=True) if is_varied
     }
@@ -103,28 +103,27 @@ def _check_signal(source: RolloutSource, batch: PromptBatch, values: dict[str, T
     return results
 
 
-def _check_noise(source: RolloutSource, groups: SampledGroups, sde: Tensor) -> list[CheckResult]:
+def _check_noise(stage: Stage, groups: SampledGroups, sde: Tensor) -> list[CheckResult]:
     """Compare the rewards of the groups, sde (P, G), with those of ODE samples from the same initial noise."""
-    ode_groups = _sample(source.image_sampler, groups.step, groups.batch, window=[])
-    ode = source.image_sampler.score(ode_groups.batch, ode_groups.images).total.view_as(sde)
+    ode_groups = _sample(stage.sampler, groups.step, groups.batch, window=[])
+    ode = stage.sampler.score(ode_groups.batch, ode_groups.images).total.view_as(sde)
     scored = sde.isfinite().all(1) & ode.isfinite().all(1)
     sde, ode = sde[scored], ode[scored]
     if not scored.any() or not (sde.std(1) + ode.std(1)).any():
         return []
     share = noise_share(sde, ode)
-    has_win_rates = any(source.rewards.is_pair(name) for name in source.rewards.trained_weights)
+    has_win_rates = any(stage.sampler.rewards.is_pair(name) for name in stage.sampler.rewards.trained_weights)
     return [share] if has_win_rates else [share, noise_damage(sde, ode)]  # the mean win rate of a group is always 1/2
 
 
-def _check_batch_invariance(source: RolloutSource, groups: SampledGroups) -> CheckResult:
+def _check_batch_invariance(stage: Stage, groups: SampledGroups) -> CheckResult:
     """Sample two of the images again, with another micro-batch size."""
     rows = torch.arange(2)
-    size = 2 if source.args.microbatch == 1 else 1
-    sampler = copy.copy(source.image_sampler)
-    sampler.args = source.args.model_copy(update={"microbatch": size})
+    sampler = copy.copy(stage.sampler)
+    sampler.microbatch = 2 if stage.microbatch == 1 else 1
     again = _sample(sampler, groups.step, groups.batch.take(rows), groups.trajectory.steps)
     difference = (again.images - groups.images[rows]).abs().max().item()
-    return batch_invariance(difference, PIXEL_TOLERANCE[source.policy.dtype])
+    return batch_invariance(difference, PIXEL_TOLERANCE[stage.policy.dtype])
 
 
 # -- evaluating -------------------------------------------------------------------------------------------------------
@@ -160,15 +159,15 @@ def _advice_on_zero_std(has_signal: Tensor, reward: Tensor, stepwise: bool) -> s
         return "all images have the same reward: see its values."
     if (constant == reward.max()).float().mean() > 0.5:
         return (
-            "most of them have the highest reward: use harder prompts or a stricter reward, or skip such prompts for a while "
-            "(prompt_skipping.patience)."
+            "most of them have the highest reward: use harder prompts or a stricter reward, or sample such prompts less "
+            "often (prompt_weights=variance)."
         )
     if (constant == reward.min()).float().mean() > 0.5:
         return "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
     if not has_signal.any():
         return "the images of each prompt have the same reward: see its std within groups."
     noise = " a higher noise_level," if stepwise else ""
-    return f"set more images_per_prompt,{noise} or dynamic_sampling_rounds=2, which samples more prompts."
+    return f"set more images_per_prompt,{noise} or prompt_weights=variance, which samples other prompts."
 
 
 def reward_shares(share: dict[str, float], method: str | Callable[..., Tensor]) -> CheckResult:
@@ -193,7 +192,7 @@ def noise_share(sde: Tensor, ode: Tensor) -> CheckResult:
     if share >= MIN_NOISE_SHARE:
         return CheckResult(name, f"{share:.0%}", OK)
     message = (
-        "images of a prompt differ by their initial noise alone, so there is nothing to learn: raise sampling.noise_level."
+        "images of a prompt differ by their initial noise alone, so there is nothing to learn: raise objective.noise_level."
     )
     return CheckResult(name, f"{share:.0%}", ERROR if share < MIN_NOISE_SHARE / 5 else WARNING, message)
 
@@ -207,8 +206,8 @@ def noise_damage(sde: Tensor, ode: Tensor) -> CheckResult:
     if not significant or (as_good >= 0.5 and lost.mean() <= ode.std()):
         return CheckResult(name, value, OK)
     message = (
-        "noise destroys the images: lower sampling.noise_level, end sampling.window before the late steps, or set "
-        "sampling.transition=cps, whose noise_level is at most 1."
+        "noise destroys the images: lower objective.noise_level, end objective.window before the late steps, or set "
+        "objective.transition=cps, whose noise_level is at most 1."
     )
     return CheckResult(name, value, ERROR if as_good < 0.25 else WARNING, message)
 

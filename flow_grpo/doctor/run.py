@@ -12,7 +12,6 @@ from flow_grpo.doctor import groups, prompts, resources, rewards, update
 from flow_grpo.doctor.result import CheckResult, CheckSection, failed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.rollouts import RolloutSource
 
 
 def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:
@@ -58,24 +57,24 @@ class RunChecks:
         trainer = self.trainer
         try:
             trainer.state.enter_stage(trainer.step)
-            if isinstance(trainer.stage.source, RolloutSource):
-                yield from self._rollout(trainer.stage.source, of_stage)
+            if trainer.stage.given_images is None:
+                yield from self._rollout(of_stage)
         except (ValueError, torch.OutOfMemoryError) as error:
             yield f"groups{of_stage}", [failed("a rollout", error)]
             return
         if self.reward_checks is None or self.reward_checks.can_score(trainer.rewards):
             yield f"update{of_stage}", self.check_update()
 
-    def _rollout(self, source: RolloutSource, of_stage: str) -> Iterator[CheckSection]:
+    def _rollout(self, of_stage: str) -> Iterator[CheckSection]:
         trainer, values = self.trainer, None
-        sampled = groups.sample_groups(source, trainer.step, trainer.train_set)
+        sampled = groups.sample_groups(trainer.stage, trainer.step, trainer.train_set)
         if self.reward_checks is None:
             self.reward_checks = self.check_rewards(sampled)
             yield "rewards", self.reward_checks.results
             if not self.reward_checks.can_score(trainer.rewards):
                 return
             values = self.reward_checks.values(len(sampled.batch.prompts))
-        yield f"groups{of_stage}", groups.check_groups(source, sampled, values)
+        yield f"groups{of_stage}", groups.check_groups(trainer.stage, sampled, values)
 
     def check_prompts(self) -> list[CheckResult]:
         """Check the prompts of all stages."""
@@ -103,9 +102,9 @@ class RunChecks:
         """A single update, its effect on the ratios, and a training step, whose metrics go to `step_metrics` unless it fails."""
         trainer, policy, stage, step = self.trainer, self.trainer.policy, self.trainer.stage.args, self.trainer.step
         try:
-            experience = trainer.stage.source.collect(step)
+            experience = trainer.experience()
             update.single_update(policy, stage, experience, step, trainer.processes)
-            drift = update.measure_ratio_drift(policy, stage, experience)
+            drift = update.measure_ratio_drift(policy, stage, experience, trainer.stage.microbatch)
             gradients = update.GradientStats(policy.trainable_parameters(), trainer.stage.update.optimizer.adamw)
             metrics = trainer.training_step()
         except (ValueError, torch.OutOfMemoryError) as error:
@@ -135,7 +134,7 @@ class RunChecks:
         trainer = self.trainer
         if trainer.eval_set is None:
             return 0.0
-        first_prompts = trainer.eval_set.prompts[: trainer.stage.args.microbatch]
+        first_prompts = trainer.eval_set.prompts[: trainer.stage.microbatch]
         settings = trainer.args.evaluation
         sampling = resources.sampling_seconds(trainer.policy.with_guidance(settings.guidance), first_prompts, settings.steps)
         num_prompts, images_per_prompt = len(trainer.eval_set), settings.images_per_prompt

@@ -1,17 +1,80 @@
 """Which sampling steps move the reward: its variance when one step alone is stochastic, per transition and noise level."""
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import stochastic_transitions
+from flow_grpo.data.prompt_mixture import sampler_of
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure
-from flow_grpo.sde import TRANSITIONS
+from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.windows import StepVariance, most_variable_window, step_reward_variance
+from flow_grpo.training.interrupt import call_interruptibly
+from flow_grpo.training.rollouts import ImageSampler
+
+
+@dataclass(frozen=True)
+class StepVariance:
+    """Reward variance from the noise of one sampling step, all else being the same for the images of a prompt."""
+
+    transition: str
+    noise_level: float
+    step: int
+    sigma: float
+    variance: float  # of the reward within a group, mean over the prompts
+
+
+def step_reward_variance(
+    policy: Policy,
+    args: FlowGRPOConfig,
+    prompts: PromptSet,
+    rewards: WeightedSum,
+    *,
+    transition: str,
+    noise_level: float,
+    processes: Processes | None = None,
+) -> list[StepVariance]:
+    """Measure each trainable step: the images of a prompt share all noise but that step's.
+
+    Uses prompts_per_step prompts with images_per_prompt images, the same for all steps, transitions and noise levels.
+
+    Args:
+        processes: as of `ImageSampler`.
+
+    Raises:
+        FlowGRPOError: no prompt's images could all be scored.
+    """
+    changes = {"shared_initial_noise": True, "transition": transition, "noise_level": noise_level}
+    objective, processes = args.objective.model_copy(update=changes), processes or Processes()
+    sampler = ImageSampler(policy, args.model_copy(update={"objective": objective}), rewards, processes)
+    batch = sampler_of(prompts, args.seed).sample(0, args.prompts_per_step, args.images_per_prompt)
+    variances = []
+    for step in range(objective.window.first_step, objective.window.last_of(args.sampling.steps) + 1):
+        images = policy.decode(sampler.trajectory(0, batch, [step]).final, args.microbatch)
+        scores = call_interruptibly(partial(sampler.score, batch, images), processes.should_stop)
+        reward = scores.total.view(args.prompts_per_step, -1)
+        reward = reward[reward.isfinite().all(1)]  # without groups of a reward that was dropped
+        if not len(reward):
+            raise FlowGRPOError("the rewards gave no finite number for any prompt, so no step's share can be measured.")
+        sigma = sampler.schedule.sigmas[step].item()
+        variances.append(StepVariance(transition, noise_level, step, sigma=sigma, variance=reward.var(1).mean().item()))
+    return variances
+
+
+def most_variable_window(measured: list[StepVariance], size: int) -> int:
+    """The first of the `size` adjacent steps whose noise varies the reward most."""
+    variance = torch.tensor([step.variance for step in measured])
+    return measured[int(variance.unfold(0, min(size, len(measured)), 1).sum(1).argmax())].step
 
 
 def check_step_variance(
@@ -22,13 +85,13 @@ def check_step_variance(
     Raises:
         FlowGRPOError: a transition is not stochastic, or the objective samples the ODE.
     """
-    known = [name for name, row in TRANSITIONS.items() if row.stochastic]
+    known = list(stochastic_transitions())
     refused = next((name for name in transitions if name not in known), None)
     if refused is not None:
         raise FlowGRPOError(f"{refused} is not a stochastic transition; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
-    if not stage.stepwise:
+    if not stage.objective.stepwise:
         raise FlowGRPOError(
             f"objective {stage.objective.name} samples the ODE, which has no stochastic steps: give a config with an objective "
             "on sampling steps, such as tiny_grpo."
@@ -51,7 +114,7 @@ def check_step_variance(
 
 
 def _print(console: Console, stage: FlowGRPOConfig, curves: list[list[StepVariance]]) -> None:
-    size = stage.sampling.window.size
+    size = stage.objective.window.size
     groups = f"{counted(stage.prompts_per_step, 'prompt')} x {counted(stage.images_per_prompt, 'image')}"
     console.print(f"reward variance x 1000 from the noise of each step ({groups})")
     table = Table()

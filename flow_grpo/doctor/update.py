@@ -27,12 +27,12 @@ def single_update(policy: Policy, stage: FlowGRPOConfig, experience: Experience,
 
 
 @torch.no_grad()
-def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Experience) -> dict[int, Tensor]:
+def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Experience, microbatch: int) -> dict[int, Tensor]:
     """Measure |ratio - 1| (n,) of each trained step, as the objective sees it, on the rows of at most two micro-batches.
 
     A custom objective may need gradients: it gets the ratio of log-probabilities, as reinforce does.
     """
-    trajectory, rows = experience.trajectory, experience.rows[: 2 * stage.microbatch]
+    trajectory, rows = experience.trajectory, experience.rows[: 2 * microbatch]
     if not trajectory.steps or not len(rows):
         return {}
     own = Reinforce() if is_custom(stage.objective.name) else stage.objective
@@ -44,7 +44,7 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
         objective=objective,
         clip=ClipRange(objective.auto_clip_quantile),
     )
-    chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(stage.microbatch)]
+    chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(microbatch)]
     return {
         step: torch.cat([chunk_loss.metrics[RATIO_DEVIATION] for chunk_loss in step_losses])
         for step, step_losses in zip(trajectory.steps, zip(*chunks, strict=True), strict=True)
@@ -167,7 +167,7 @@ def step_balance(drift: dict[int, Tensor], weighted: bool) -> CheckResult:
     if times < MAX_STEP_IMBALANCE or weighted:
         return CheckResult(name, value, OK)
     message = (
-        f"step {largest} dominates step {smallest}: exclude it by sampling.window, or set objective.step_weight=std or "
+        f"step {largest} dominates step {smallest}: exclude it by objective.window, or set objective.step_weight=std or "
         "objective.name=grpo_guard."
     )
     return CheckResult(name, value, WARNING, message)

@@ -102,7 +102,7 @@ class StepEstimator:
         two, four = (self._transient(rows) for rows in (2, 4))
         self._per_row = {name: (four[name] - two[name]) / 2 for name in two}
         self._fixed = {name: two[name] - 2 * self._per_row[name] for name in two}
-        self._graph = self._graph_of_a_step() if args.sampling.keep_graphs else (0.0, 0.0)
+        self._graph = self._graph_of_a_step() if self._keeps_graphs else (0.0, 0.0)
 
     def estimate(self, microbatch: int, base: float = 0.0) -> StepEstimate:
         """Estimate a step with that micro-batch; `base` is the bytes of everything else in memory."""
@@ -125,7 +125,7 @@ class StepEstimator:
         if base + self.loading.peak > memory or self._offloaded_encoders > available:
             return 0
         largest = max(0, int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items())))
-        while self.args.sampling.keep_graphs and largest and max(self._transient_of(largest).values()) > available:
+        while self._keeps_graphs and largest and max(self._transient_of(largest).values()) > available:
             largest -= 1  # what graphs take is not linear
         return largest
 
@@ -151,7 +151,7 @@ class StepEstimator:
         images = self.args.prompts_per_step * self.args.images_per_prompt / self.count
         graph, graphs = (
             fixed + microbatch * slope,
-            self.args.sampling.num_trained_steps * max(1.0, images / max(1, microbatch)),
+            self.args.objective.losses_per_image(self.args.sampling.steps) * max(1.0, images / max(1, microbatch)),
         )
         bytes_by_phase = {name: self._fixed[name] + microbatch * per_row for name, per_row in self._per_row.items()}
         own = {"update": graph}
@@ -203,6 +203,10 @@ class StepEstimator:
         return {name: size for name, size in bytes_by_part.items() if size or name not in optional}
 
     @property
+    def _keeps_graphs(self) -> bool:
+        return self.args.objective.stepwise and self.args.objective.keep_graphs
+
+    @property
     def _offloaded_encoders(self) -> float:
         """Bytes of the text encoders that are on the device only while prompts are encoded."""
         return text_encoder_bytes(self.trace.policy.pipe) if self.args.memory.offload_text_encoders and self.cuda else 0.0
@@ -210,10 +214,10 @@ class StepEstimator:
     @property
     def _trajectories(self) -> float:
         """Bytes of all images' first and last states, and of each trained step's noise and its record of three states."""
-        args, sampling = self.args, self.args.sampling
-        steps = sampling.num_trained_steps * args.stepwise
+        args = self.args
+        steps = args.objective.losses_per_image(args.sampling.steps) if args.objective.stepwise else 0
         states = 2 + steps * (1 if args.memory.offload_trajectories else 4)
-        images = args.prompts_per_step * args.images_per_prompt * (1 + args.dynamic_sampling_rounds) / self.count
+        images = args.prompts_per_step * args.images_per_prompt / self.count
         return 4 * images * states * math.prod(self.trace.latent_shape)
 
     @property
@@ -240,19 +244,19 @@ class StepEstimator:
 
     def _operations(self, microbatch: int) -> tuple[float, float, float]:
         """Operations of a step in which every group has reward variance: `forward`, `update` and `recomputed` of `StepEstimate`."""
-        args, sampling = self.args, self.args.sampling
-        trained = sampling.num_trained_steps if args.stepwise else args.objective.num_noise_levels
-        sampled = 0.0 if args.dataset else float(sampling.steps)
-        if sampling.shared_initial_noise:  # the steps before the window are computed once for a group
-            before = (
-                sampling.steps - sampling.num_trained_steps
-                if sampling.window.schedule == "all"
-                else sampling.window.first_step
-            )
+        args, objective, steps = self.args, self.args.objective, self.args.sampling.steps
+        trained = objective.losses_per_image(steps)
+        sampled = 0.0 if args.dataset else float(steps)
+        if (
+            objective.stepwise and objective.shared_initial_noise
+        ):  # the steps before the window are computed once for a group
+            window = objective.window
+            latest = window.last_of(steps) - trained + 1
+            before = (window.first_step + latest) / 2 if window.schedule == "random" else window.first_step
             sampled -= before * (1 - 1 / args.images_per_prompt)
         forward, both, decoding = (count / 2 for count in self.trace.operations.values())  # of one row
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
-        both -= forward * sampling.keep_graphs  # the rollout's forward pass is the update's
+        both -= forward * self._keeps_graphs  # the rollout's forward pass is the update's
         more = self._reference_passes
         if (
             args.objective.needs.group_mean and microbatch % args.images_per_prompt
@@ -266,7 +270,7 @@ class StepEstimator:
     def _rollout_velocities(self) -> int:
         """Velocities of the policy that sampled an image at its noise levels, which ratios need from the second update on."""
         args = self.args
-        if args.stepwise or not args.objective.needs.ratio or args.updates * args.epochs == 1:
+        if args.objective.stepwise or not args.objective.needs.ratio or args.updates * args.epochs == 1:
             return 0
         return args.objective.num_noise_levels
 

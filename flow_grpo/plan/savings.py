@@ -7,7 +7,7 @@ from flow_grpo.plan.estimate import StepEstimator
 
 # what costs little first; the last two exclude each other
 SETTINGS = (
-    "sampling.keep_graphs=false",
+    "objective.keep_graphs=false",
     "memory.cuda_graphs=false",
     "memory.offload_text_encoders=true",
     "memory.gradient_checkpointing=true",

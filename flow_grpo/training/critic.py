@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from flow_grpo.advantages import CLAMP
 from flow_grpo.config.objective import CriticConfig
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.types import Trajectory
+from flow_grpo.policy.policy import Policy
+from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
+from flow_grpo.types import PromptBatch, Scores, Trajectory
 
 NUM_EPOCHS = 4  # passes of the critic over a rollout
 
@@ -99,3 +101,21 @@ class Critic(nn.Module):
         except RuntimeError as error:
             raise FlowGRPOError("the checkpoint's critic has another shape than the config asks for") from error
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it is given
+
+
+class CriticAdvantages:
+    """Gives the advantages of `ppo` in place of the group. It runs on one process."""
+
+    def __init__(self, policy: Policy, critic: Critic, groups: GroupAdvantages) -> None:
+        self.policy, self.critic, self.groups = policy, critic, groups
+
+    def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
+        """Advantages (B, K) of each trained step; all scored rows get a loss. Then the critic learns from this rollout."""
+        scored, informative = self.groups.facts(batch, scores)
+        advantage, metrics = torch.zeros(trajectory.log_prob.shape), reward_metrics(batch, scores, informative)
+        if scored.any():
+            rows = scored.nonzero()[:, 0]
+            text = self.policy.encode(batch.prompts).pooled()[rows]
+            advantage[scored], own = self.critic.advantages(trajectory.take(rows), scores.total[rows], text)
+            metrics |= own
+        return Comparison(advantage, scored, informative, scored, metrics)

@@ -1,19 +1,41 @@
-"""The advantages of a training step: which images are compared with each other, and by what."""
+"""The advantages of a training step: which images are compared with each other, by what, and what each reward's share is."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flow_grpo import advantages
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.selection import COLUMN
 from flow_grpo.training.custom import load_custom_function
-from flow_grpo.training.scored_images import ScoredImages
-from flow_grpo.types import PromptBatch
+from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 
 MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the scores of a step's B images, of all processes, say of them.
+
+    Attributes:
+        advantage: a column for each trained step if each has its own; 0 in rows that are not scored.
+        scored: the rows of groups in which every reward is a number. A dropped reward drops its group.
+        informative: the scored rows of groups whose rewards differ.
+        has_loss: the rows that the policy is trained on.
+    """
+
+    advantage: Float[Tensor, "B *K"]
+    scored: Bool[Tensor, " B"]
+    informative: Bool[Tensor, " B"]
+    has_loss: Bool[Tensor, " B"]
+    metrics: dict[str, float]
 
 
 class GroupAdvantages:
@@ -27,31 +49,41 @@ class GroupAdvantages:
         self.args, self.rewards = args, rewards
         self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
 
-    def __call__(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Advantages (B,) against the group, 0 outside the rows `compared` (B,); (B,) bool, the rows that get a loss; metrics."""
-        advantage, has_loss = torch.zeros(len(compared)), torch.zeros(len(compared), dtype=torch.bool)
-        if not compared.any():
-            return advantage, has_loss, {}
-        metrics: dict[str, float] = {}
-        by_reward, weights = self.trained_rewards(images.batch, images.scores.by_name)
-        for prompt_set, in_set in (rows_by_set(images.batch.metadata) or {"": compared}).items():
-            rows = in_set & compared
+    def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
+        """Compare the images of a step; their trajectory is not looked at."""
+        scored, informative = self.facts(batch, scores)
+        advantage, has_loss, metrics = (
+            torch.zeros(len(scored)),
+            torch.zeros_like(scored),
+            reward_metrics(batch, scores, informative),
+        )
+        if not scored.any():
+            return Comparison(advantage, scored, informative, has_loss, metrics)
+        by_reward, weights = self.trained_rewards(batch, scores.by_name)
+        for prompt_set, in_set in (rows_by_set(batch.metadata) or {"": scored}).items():
+            rows = in_set & scored
             for part in _split_by_weights(rows, weights):  # rewards of two kinds have no common scale
-                advantage[part], has_loss[part] = self._compare(images, part)
+                advantage[part], has_loss[part] = self._compare(batch, scores, part)
             if rows.any():
                 metrics |= contribution_metrics(
                     list(self.rewards.trained_weights),
                     by_reward[rows],
                     _of_rows(weights, rows),
-                    images.batch.group[rows],
+                    batch.group[rows],
                     method=self.method,
                     prompt_set=prompt_set,
                 )
         if self.args.trains_on_zero_std_groups:
-            has_loss = compared
+            has_loss = scored
         elif self.args.objective.needs.rows != "all":  # images are selected of groups in which the sum differs
-            has_loss = compared & images.has_spread
-        return advantage, has_loss, metrics
+            has_loss = informative
+        return Comparison(advantage, scored, informative, has_loss, metrics)
+
+    def facts(self, batch: PromptBatch, scores: Scores) -> tuple[Tensor, Tensor]:
+        """`scored` and `informative` (B,), as of `Comparison`."""
+        scored = scored_rows(scores.total, batch.group)
+        compared, _ = self.compared_rewards(batch, scores.by_name)
+        return scored, scored & advantages.has_signal(compared.nan_to_num(), batch.group)
 
     def trained_rewards(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The trained rewards (B, R) and their weights (R,), or (B, R) if prompts name the rewards.
@@ -69,11 +101,10 @@ class GroupAdvantages:
         by_reward, weights = self.trained_rewards(batch, by_name)
         return advantages.compared_rewards(by_reward, weights, batch.group, self.method)
 
-    def _compare(self, images: ScoredImages, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _compare(self, batch: PromptBatch, scores: Scores, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages (n,) of n rows whose rewards have one scale, and (n,) bool, whether the rewards of a row's group differ."""
-        batch = images.batch.take(rows.nonzero()[:, 0])
-        by_name = {name: values[rows] for name, values in images.scores.by_name.items()}
-        rewards, weights = self.compared_rewards(batch, by_name)
+        batch = batch.take(rows.nonzero()[:, 0])
+        rewards, weights = self.compared_rewards(batch, scores.take(rows).by_name)
         advantage = advantages.group_advantages(rewards, group=batch.group, method=self.method, weights=weights)
         return advantage, advantages.has_signal(rewards, batch.group, self.method)
 
@@ -134,3 +165,80 @@ def _split_by_weights(rows: Tensor, weights: Tensor) -> list[Tensor]:
 def _of_rows(weights: Tensor, rows: Tensor) -> Tensor:
     """The weights (n, R) of n rows, or (R,) if all rows have the same."""
     return weights if weights.ndim == 1 else weights[rows]
+
+
+def scored_rows(reward: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """The rows of groups in which every reward is a number."""
+    incomplete = group[~torch.isfinite(reward)].unique()
+    return ~torch.isin(group, incomplete)
+
+
+def reward_metrics(batch: PromptBatch, scores: Scores, informative: Bool[Tensor, " B"]) -> dict[str, float]:
+    """Metrics of all images of a step."""
+    scored, reward, group = scored_rows(scores.total, batch.group), scores.total, batch.group
+    metrics = {"images": float(len(batch.prompts))}
+    if not scored.all():
+        metrics["frac_reward_dropped"] = 1 - scored.float().mean().item()
+    if scored.any():
+        metrics["frac_reward_zero_std"] = 1 - informative[scored].float().mean().item()
+        by_group = reward[scored].view(len(group[scored].unique()), -1)
+        metrics["reward"] = reward[scored].mean().item()
+        metrics["reward_std"] = by_group.std(1, correction=0).mean().item()
+        sets = {name: reward[rows & scored] for name, rows in rows_by_set(batch.metadata).items()}
+        metrics |= {f"reward/{name}": values.mean().item() for name, values in sets.items() if len(values)}
+        means = {f"rewards/{name}/mean": v[scored].nanmean().item() for name, v in scores.by_name.items()}
+        some_name_rewards = any(row.get(COLUMN) is not None for row in batch.metadata)
+        metrics |= {  # without a reward that no prompt of this step names
+            name: mean for name, mean in means.items() if not (some_name_rewards and math.isnan(mean))
+        }
+    return metrics
+
+
+def experience_of(
+    batch: PromptBatch, trajectory: Trajectory, scores: Scores, compared: Comparison, rows_of: str, processes: Processes
+) -> Experience:
+    """What this process learns from: its rows of a step.
+
+    Args:
+        batch, scores, compared: of all processes.
+        trajectory: of this process.
+        rows_of: the images of a group that are trained on, as of `Needs.rows`.
+    """
+    rows, rows_per_group = select_rows(rows_of, scores.total, batch.group, compared.has_loss)
+    is_local = processes.owns(batch.group)
+    return Experience(
+        batch=batch.take(is_local.nonzero()[:, 0]),
+        trajectory=trajectory,
+        advantage=compared.advantage[is_local],
+        rows=local_rows(rows, is_local),
+        rows_per_group=rows_per_group,
+        groups=batch.group[compared.scored].unique(),
+        metrics=compared.metrics,
+        scores=scores.take(is_local),
+        # images that were dropped have a warning of their own
+        has_advantage=bool(compared.advantage[compared.has_loss].any()) or not compared.scored.any(),
+    )
+
+
+def select_rows(selection: str, reward: Tensor, group: Tensor, has_loss: Tensor) -> tuple[Tensor, int]:
+    """The rows that an objective trains on, and how many rows each group of `has_loss` (B,) gives.
+
+    Args:
+        selection: "best", the best image of each group; "best_and_worst", the best and the worst image of each group, one after
+            the other; "all" images of these groups.
+    """
+    if selection == "all":
+        return has_loss.nonzero()[:, 0], int((group == group[0]).sum())
+    rows = []
+    for g in group[has_loss].unique().tolist():
+        members = (group == g).nonzero()[:, 0]
+        best = members[reward[members].argmax()]
+        rows += [best] if selection == "best" else [best, members[reward[members].argmin()]]
+    selected = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.long)
+    return selected, 1 if selection == "best" else 2
+
+
+def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
+    """Rows of this process, as indices into its own batch; is_local is (B,) bool."""
+    local_index = is_local.cumsum(0) - 1
+    return local_index[rows[is_local[rows]]]

@@ -27,7 +27,7 @@ class OfflineExamples:
     images: list[tuple[Path | Tensor, ...]]
 
 
-class OfflineSource:
+class GivenImages:
     """Assigns the dataset's images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
 
     `dataset` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
@@ -39,13 +39,11 @@ class OfflineSource:
         self.policy, self.args, self.processes = policy, args, processes
         self.rows_per_pair = args.objective.needs.rows_per_pair
         self.examples = load_examples(args.dataset, self.rows_per_pair)
-        self.schedule, shape = policy.schedule(args.sampling.steps)
-        blank = policy.decode(torch.zeros(1, *shape))
-        policy.encode_images(blank)  # raises at once if this pipeline can't encode
-        self.size = (blank.shape[3], blank.shape[2])  # width and height, as PIL has them
+        self.schedule, _ = policy.schedule(args.sampling.steps)
+        self.size = image_size(policy, args.sampling.steps)
 
-    def collect(self, step: int) -> Experience:
-        """The dataset's images of a training step, encoded, with advantages of 0."""
+    def experience(self, step: int, microbatch: int) -> Experience:
+        """The dataset's images of a training step, encoded `microbatch` at a time, with advantages of 0."""
         count = self.args.prompts_per_step * self.args.images_per_prompt // self.rows_per_pair
         groups = torch.arange(count)
         local_groups = groups[self.processes.owns(groups)]
@@ -58,7 +56,7 @@ class OfflineSource:
             prompts, [{} for _ in prompts], local_groups[rows // self.rows_per_pair], rows % self.rows_per_pair
         )
         with self.policy.meter.phase("encode"):
-            final = self.policy.encode_images(torch.stack(images), self.args.microbatch)
+            final = self.policy.encode_images(torch.stack(images), microbatch)
         return Experience(
             batch,
             Trajectory.from_records(self.schedule, None, [], final),
@@ -83,6 +81,14 @@ class OfflineSource:
         """(3, H, W) in [0, 1], cropped and resized to the policy's size."""
         image = Image.fromarray(to_bytes(source[None])[0]) if isinstance(source, Tensor) else open_image(source)
         return from_bytes(np.asarray(ImageOps.fit(image, self.size, Image.Resampling.LANCZOS))[None])[0]
+
+
+def image_size(policy: Policy, steps: int) -> tuple[int, int]:
+    """Width and height of the policy's images in pixels, as PIL has them. FlowGRPOError if the pipeline can't encode images."""
+    _, shape = policy.schedule(steps)
+    blank = policy.decode(torch.zeros(1, *shape))
+    policy.encode_images(blank)
+    return blank.shape[3], blank.shape[2]
 
 
 def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:

@@ -1,145 +1,171 @@
-"""What a training step learns from: prompts, their images, rewards and advantages.
-
-`RolloutSource` samples images; `flow_grpo.training.offline` takes given ones. Both `collect(step)` an `Experience`.
-"""
+"""Sample the images of a batch of prompts, and score them, here or in the background."""
 
 import math
-from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import PromptSampler
+from flow_grpo.config.objective import WindowConfig
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.training.critic import Critic
-from flow_grpo.training.group_advantages import GroupAdvantages
-from flow_grpo.training.image_sampler import ImageSampler
-from flow_grpo.training.scored_images import ScoredImages, reward_metrics
-from flow_grpo.types import Experience
+from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.text import counted
+from flow_grpo.training.interrupt import Interrupted, wait_for
+from flow_grpo.types import PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
 
-class RolloutSource:
-    """Samples, scores and compares the images of training steps.
+class ImageSampler:
+    """Samples images by the settings of a stage and scores them.
 
     Args:
-        critic: gives the advantages in place of the group, for ppo.
-        window: returns the trained sampling steps of a training step.
-        processes: as of `ImageSampler`.
+        processes: those that share each step; each samples the groups that it owns. If they are asked to stop, `Interrupted` leaves
+            the rollout: before a forward pass, if there is one process, and while it waits for rewards.
+
+    Attributes:
+        microbatch: images per forward pass.
+        score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        args: FlowGRPOConfig,
-        prompt_sampler: PromptSampler,
-        rewards: WeightedSum,
-        *,
-        window: Callable[[int], list[int]],
-        critic: Critic | None = None,
-        processes: Processes | None = None,
-    ) -> None:
-        self.policy, self.args, self.prompt_sampler, self.rewards = policy, args, prompt_sampler, rewards
-        self.window, self.critic, self.processes = window, critic, processes or Processes()
-        self.image_sampler = ImageSampler(policy, args, rewards, self.processes)
-        self.group_advantages = GroupAdvantages(args, rewards)
-
-    def collect(self, step: int) -> Experience:
-        """Sample a group of images for each prompt, score them, and compare them within their groups."""
-        rounds = self._collect_until_signal(step)
-        images = ScoredImages.join(rounds)
-        batch, scores = images.batch, images.scores
-        compared = images.complete & self._rows_of_step(images)
-        compute_advantages = self.group_advantages if self.critic is None else self._critic_advantages
-        with self.policy.meter.phase("advantage"):
-            advantage, has_loss, metrics = compute_advantages(images, compared)
-        rows, rows_per_group = select_rows(self.args.objective.needs.rows, scores.total, batch.group, has_loss)
-        is_local = self.processes.owns(batch.group)
-        return Experience(
-            batch=batch.take(is_local.nonzero()[:, 0]),
-            trajectory=images.trajectory,
-            advantage=advantage[is_local],
-            rows=local_rows(rows, is_local),
-            rows_per_group=rows_per_group,
-            groups=batch.group[compared].unique(),
-            metrics={**self._metrics(step, images, len(rounds)), **metrics},
-            scores=scores.take(is_local),
-            # images that were dropped have a warning of their own
-            has_advantage=bool(advantage[has_loss].any()) or not compared.any(),
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum, processes: Processes) -> None:
+        self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
+        self.microbatch = args.microbatch
+        self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
+        # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
+        self.score_in_background = policy.device.type != "cpu" or all(
+            reward.remote is not None for reward in args.rewards.values()
         )
 
-    def _collect_until_signal(self, step: int) -> list[ScoredImages]:
-        """Sample rounds of prompts until as many groups as a step needs have reward spread, or no round is left."""
-        args = self.args
-        # prompts whose images fill the micro-batches of all processes
-        unit = self.processes.world_size * math.lcm(args.microbatch, args.images_per_prompt) // args.images_per_prompt
-        rounds: list[ScoredImages] = []
-        missing, num_prompts = args.prompts_per_step, 0
-        for _ in range(1 + args.dynamic_sampling_rounds):
-            count = min(args.prompts_per_step, -(-missing // unit) * unit)
-            batch = self.prompt_sampler.sample(step, count, args.images_per_prompt, first_group=num_prompts)
-            trajectory, scores = self.image_sampler.sample_and_score(batch, self.window(step), step)
-            compared_rewards, _ = self.group_advantages.compared_rewards(batch, scores.by_name)
-            images = ScoredImages(batch, trajectory, scores, compared_rewards)
-            rounds.append(images)
-            num_prompts += count
-            complete = images.complete.nonzero()[:, 0]  # incomplete groups don't count as zero std
-            self.prompt_sampler.observe_signal(step, batch.take(complete), images.has_spread[complete])
-            missing -= int(images.has_spread.sum()) // args.images_per_prompt
-            if missing <= 0:
-                break
-        return rounds
+    def window(self, step: int) -> list[int]:
+        """The sampling steps that are trained in a training step; none on final latents."""
+        objective = self.args.objective
+        return trained_steps(objective.window, self.args.sampling.steps, step, self.args.seed) if objective.stepwise else []
 
-    def _rows_of_step(self, images: ScoredImages) -> Tensor:
-        """(B,) bool: of all images sampled, as many groups as a step has; those with signal first, incomplete ones last."""
-        zero_std, incomplete = ~images.has_spread, ~images.complete
-        order = (zero_std.int() + incomplete.int()).sort(stable=True).indices  # 0 spread, 1 zero std, 2 incomplete
-        in_step = torch.zeros(len(order), dtype=torch.bool)
-        in_step[order[: self.args.prompts_per_step * self.args.images_per_prompt]] = True
-        return in_step
+    def sample(self, batch: PromptBatch, step: int, thread: DaemonThread) -> tuple[Trajectory, list[Future[Scores]]]:
+        """Sample the images of the groups that this process owns, part by part, and submit each part to the scoring thread.
 
-    def _critic_advantages(self, images: ScoredImages, compared: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Advantages (B, K) of each trained step by the critic; all rows `compared` (B,) get a loss."""
-        assert self.critic is not None
-        advantage = torch.zeros(images.trajectory.log_prob.shape)
-        if not compared.any():
-            return advantage, compared, {}
-        text = self.policy.encode(images.batch.prompts).pooled()
-        rows = compared.nonzero()[:, 0]
-        trajectory, reward = images.trajectory.take(rows), images.scores.total[rows]
-        advantage[compared], metrics = self.critic.advantages(trajectory, reward, text[rows])
-        return advantage, compared, metrics
+        A part has whole groups and micro-batches. Returns the trajectory, and what will be the scores of its parts.
+        """
+        batch, window = batch.take(self.processes.owns(batch.group).nonzero()[:, 0]), self.window(step)
+        trajectories, futures = [], []
+        with self.policy.meter.phase("encode"):
+            self.policy.encode(batch.prompts)  # all at once, in full passes of the text encoders; the parts find them cached
+        part_size = (
+            math.lcm(self.microbatch, self.args.images_per_prompt) if self.score_in_background else len(batch.prompts)
+        )
+        for rows in torch.arange(len(batch.prompts)).split(part_size):
+            part = batch.take(rows)
+            with phase(f"step {step + 1}, sampling {counted(len(part.prompts), 'image')}"):
+                with self.policy.meter.phase("rollout"):
+                    trajectories.append(
+                        self.trajectory(step, part, window, keep_graphs=bool(window) and self.args.objective.keep_graphs)
+                    )
+                with self.policy.meter.phase("decode"):
+                    latents = trajectories[-1].final
+                    images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.microbatch))
+            futures.append(thread.submit(partial(self.score, part, images)))
+        return Trajectory.join(trajectories), futures
 
-    def _metrics(self, step: int, images: ScoredImages, num_rounds: int) -> dict[str, float]:
-        metrics = {**reward_metrics(images), "images": float(len(images.batch.prompts))}
-        if self.args.dynamic_sampling_rounds:
-            metrics["dynamic_sampling/rounds"] = float(num_rounds)
-        if self.prompt_sampler.patience:
-            metrics["num_prompts_skipped"] = float(self.prompt_sampler.num_skipped(step + 1))
-        return metrics
+    def gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
+        """The scores of the rows of all processes, each of which scores its own groups. group is (B,)."""
+
+        def local_scores() -> Scores:
+            with self.policy.meter.phase("reward"):  # what was not done while sampling
+                return Scores.join([wait_for(future, self.processes.should_stop) for future in futures])
+
+        with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
+            scores = Scores.join(self.processes.gather_or_raise(local_scores, (FlowGRPOError, Interrupted)))
+        order = self.processes.owner(group).argsort(stable=True).argsort()
+        return scores.take(order)
+
+    def trajectory(self, step: int, batch: PromptBatch, window: list[int], keep_graphs: bool = False) -> Trajectory:
+        """Sample B images, one micro-batch at a time; the group numbers of the batch name their noise.
+
+        Args:
+            window: the steps that add noise and are recorded.
+            keep_graphs: as of `sampling.rollout`.
+        """
+        objective, seed, shape = self.args.objective, self.args.seed, self.latent_shape
+        with self.policy.meter.phase("encode"):
+            conditioning = self.policy.encode(batch.prompts)
+        shared = objective.stepwise and objective.shared_initial_noise
+        start = sampling.batch_noise(shape, batch, seed, "start", step, shared=shared)
+        noise = {i: sampling.batch_noise(shape, batch, seed, "step", step, i) for i in window}
+        # copied before the first pass, since a copy waits for what a GPU computes
+        start, *values = (tensor.to(self.policy.device, non_blocking=True) for tensor in (start, *noise.values()))
+        noise = dict(zip(noise, values, strict=True))
+        rollout = partial(
+            sampling.rollout,
+            schedule=self.schedule,
+            stochastic=StochasticSteps(window, objective.transition, objective.noise_level) if window else None,
+            solver=sampling.SOLVERS[self.args.sampling.solver],
+            keep_graphs=keep_graphs,
+        )
+        first, parts = 0, list[Trajectory]()
+        with self.policy.lora.use(objective.sampling_adapter):
+            if shared and window:  # what comes before the window is computed once for each group
+                first = window[0]
+                leaders, inverse = first_rows(batch.group)
+                states = []
+                for rows in leaders.split(self.microbatch):
+                    velocity = self._velocity(conditioning, rows, window, keep_graphs)
+                    states.append(rollout(velocity, x=take_rows(start, rows), steps=range(first)).final)
+                start = take_rows(torch.cat(states), inverse)
+            for rows in torch.arange(len(start)).split(self.microbatch):
+                velocity = self._velocity(conditioning, rows, window, keep_graphs)
+                own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
+                steps = range(first, len(self.schedule))
+                part = rollout(velocity, x=take_rows(start, rows), noise=own_noise.__getitem__, steps=steps)
+                parts.append(part.to(torch.device("cpu")) if self.args.memory.offload_trajectories else part)
+        return Trajectory.join(parts)
+
+    def _velocity(self, conditioning: Conditioning, rows: Tensor, window: list[int], keep_graphs: bool) -> sampling.Velocity:
+        """The policy's velocity of these rows, which is left at once if the run is asked to stop."""
+        # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
+        with_gradients = set(window) if self.policy.compiled or keep_graphs else set()
+
+        def velocity(x: Tensor, i: int) -> Tensor:
+            if self.processes.should_stop_alone():  # nothing of this step has touched the adapter yet
+                raise Interrupted
+            with torch.set_grad_enabled(i in with_gradients):
+                v = self.policy.velocity(x, self.schedule.timesteps[i], conditioning, rows)
+            return v if keep_graphs else v.detach()  # here, so that its graph is gone before the next micro-batch's
+
+        return velocity
+
+    def score(self, batch: PromptBatch, images: Tensor) -> Scores:
+        """Scores of B images (B, 3, H, W) in [0, 1]."""
+        total, by_name = self.rewards(images, batch.prompts, batch.group.tolist(), **batch.columns())
+        return Scores(total, by_name)
 
 
-def select_rows(selection: str, reward: Tensor, group: Tensor, has_loss: Tensor) -> tuple[Tensor, int]:
-    """The rows that an objective trains on, and how many rows each group of `has_loss` (B,) gives.
+def trained_steps(window: WindowConfig, sampling_steps: int, training_step: int, seed: int) -> list[int]:
+    """The sampling steps that are stochastic and trained in a training step; the others are the ODE's.
 
     Args:
-        selection: "best", the best image of each group; "best_and_worst", the best and the worst image of each group, one after
-            the other; "all" images of these groups.
+        training_step: what a random window depends on, with the seed. `random` windows are Flow-GRPO-Fast's.
     """
-    if selection == "all":
-        return has_loss.nonzero()[:, 0], int((group == group[0]).sum())
-    rows = []
-    for g in group[has_loss].unique().tolist():
-        members = (group == g).nonzero()[:, 0]
-        best = members[reward[members].argmax()]
-        rows += [best] if selection == "best" else [best, members[reward[members].argmin()]]
-    selected = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.long)
-    return selected, 1 if selection == "best" else 2
+    last = min(window.last_of(sampling_steps), sampling_steps - 1)
+    if window.schedule == "all":
+        return list(range(window.first_step, last + 1))
+    num_positions = last - window.first_step - window.size + 2
+    if num_positions < 1:
+        raise FlowGRPOError(f"a window of {window.size} steps does not fit into steps {window.first_step} to {last}.")
+    start = window.first_step
+    if window.schedule == "random":
+        start += int(torch.randint(num_positions, (1,), generator=sampling.generator(seed, "window", training_step)))
+    return list(range(start, start + window.size))
 
 
-def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
-    """Rows of this process, as indices into its own batch; is_local is (B,) bool."""
-    local_index = is_local.cumsum(0) - 1
-    return local_index[rows[is_local[rows]]]
+def first_rows(group: Tensor) -> tuple[Tensor, Tensor]:
+    """The first row (P,) of each group, in the order of the rows, and for each row (B,) the number of its group in that order."""
+    numbers = {number: i for i, number in enumerate(dict.fromkeys(group.tolist()))}
+    inverse = torch.tensor([numbers[number] for number in group.tolist()])
+    return torch.tensor([group.tolist().index(number) for number in numbers]), inverse

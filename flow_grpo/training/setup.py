@@ -106,7 +106,7 @@ def build_run(
         policy=policy,
         train_set=train_set,
         eval_set=eval_set,
-        prompt_sampler=sampler_of(train_set, args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps),
+        prompt_sampler=sampler_of(train_set, args.seed, args.prompt_weights == "variance"),
         eval_rewards=eval_rewards,
         rewards=rewards,
         prompt_warnings=[]

@@ -1,11 +1,14 @@
 """A run on disk while it trains: its folder created or resumed, its checkpoints written and read."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import partial
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
@@ -16,8 +19,161 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
+from flow_grpo.training.critic import Critic, CriticAdvantages
+from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
-from flow_grpo.training.stages import Stage
+from flow_grpo.training.offline import GivenImages, image_size, load_examples
+from flow_grpo.training.rollouts import ImageSampler
+from flow_grpo.training.update import PolicyUpdate
+from flow_grpo.types import Experience
+
+
+class Stage:
+    """The training steps from `start` on, with an optimizer, a critic and a window of their own.
+
+    Args:
+        start: the first training step.
+        rewards: the trained ones.
+
+    Attributes:
+        microbatch: images per forward pass of one process; less than that of the settings once memory ran out.
+        sampler: samples and scores images.
+        given_images: images of a data set in place of a rollout, if the settings name one.
+        groups: compares the images of a group.
+        compare: gives the advantages of scored images, by `groups` or by a critic.
+        update: updates the policy from an `Experience`.
+        warnings: pending warnings.
+        has_advantage: whether any image of the last training step had an advantage.
+
+    Raises:
+        FlowGRPOError: sizes that the processes can't share.
+    """
+
+    def __init__(
+        self,
+        start: int,
+        args: FlowGRPOConfig,
+        policy: Policy,
+        prompt_sampler: PromptSampler,
+        rewards: WeightedSum,
+        *,
+        processes: Processes,
+    ) -> None:
+        self.start, self.args, self.policy, self.prompt_sampler = start, args, policy, prompt_sampler
+        self.processes = processes
+        self.warnings: list[str] = []
+        self.has_advantage = True
+        self._started, self._succeeded = 0.0, True
+        self.sampler = ImageSampler(policy, args, rewards, processes)
+        self.given_images = GivenImages(policy, args, processes) if args.dataset is not None else None
+        self.groups = GroupAdvantages(args, rewards)
+        self.critic = self._critic() if args.objective.needs.critic else None
+        self.compare = self.groups if self.critic is None else CriticAdvantages(policy, self.critic, self.groups)
+        self.update = PolicyUpdate(policy, args, start, processes)
+        self.set_microbatch(args.microbatch)
+        for name in args.objective.policy_copies:
+            policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the present policy
+
+    def attempts(self) -> Iterator[AbstractContextManager[None]]:
+        """Attempts at a training step: contexts to run it in, until one succeeds.
+
+        A failed attempt is rolled back. If memory ran out, the next one has half the micro-batch, and `warnings` says so; any other
+        error is raised.
+        """
+        self._started, self._succeeded = time.perf_counter(), False
+        while not self._succeeded:
+            yield self._attempt()
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        before = self.loop_state()
+        try:
+            with self.policy.meter.step():
+                yield
+            self._succeeded = True
+        except (Interrupted, Exception) as error:
+            self.restore_loop_state(before)
+            self.update.discard()
+            if not isinstance(error, torch.OutOfMemoryError) or not self._halve_microbatch():
+                raise
+        if not self._succeeded:
+            self.policy.free_memory()  # after the except clause, which held the tensors of the failed step
+
+    def step_metrics(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
+        """All metrics of the training step `step`, given those of its update: with those of its images, its time and its speed."""
+        self.has_advantage = experience.has_advantage
+        metrics = {**experience.metrics, **metrics, "speed/tflop": self._total_flops() / 1e12}
+        if step == self.start:
+            self._warn_of_small_share(step, metrics)
+        return metrics | self._times(time.perf_counter() - self._started, metrics)
+
+    def _warn_of_small_share(self, step: int, metrics: dict[str, float]) -> None:
+        """Add a warning if a trained reward has almost no effect. All processes have the same metrics, and the main one warns."""
+        message = explain_small_share(logged_shares(metrics), self.args.objective.advantage)
+        if message is not None and self.processes.is_main:
+            self.warnings.append(f"in step {step + 1} the reward {message}")
+
+    def _times(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
+        """The step's time and speed. The main process's numbers are logged, and it alone measures the device."""
+        meter, tflop = self.policy.meter, metrics["speed/tflop"] * self.processes.is_main
+        speed = meter.speed(seconds, metrics["images"], tflop, dtype=self.policy.dtype, processes=self.processes.world_size)
+        phases = {f"time/{name}": value for name, value in meter.seconds().items()}
+        return {"time/update": self.update.seconds, **phases, "time/step": seconds, **speed}
+
+    def _total_flops(self) -> int:
+        """Operations of the step, of all processes; 0 if they are not counted."""
+        return sum(self.processes.all_gather(self.policy.meter.flops))
+
+    def set_microbatch(self, microbatch: int) -> None:
+        """Set the micro-batch of one process, at most that large."""
+        self.microbatch = self.sampler.microbatch = self.update.microbatch = local_microbatch(
+            self.args, self.processes, microbatch
+        )
+
+    def _halve_microbatch(self) -> bool:
+        """Continue with smaller micro-batches after memory ran out, if there are any.
+
+        False too if half of a step is done, or if there are several processes, which would disagree.
+        """
+        previous = self.microbatch
+        if previous <= self.args.objective.needs.rows_per_pair or self.update.mid_step or self.processes.world_size > 1:
+            return False
+        self.set_microbatch(previous // 2)
+        self.warnings.append(f"memory ran out with microbatch={previous}; the run goes on with {self.microbatch}.")
+        return True
+
+    def loop_state(self) -> dict[str, Any]:
+        """What training steps change besides the weights and the optimizer."""
+        return {
+            "prompts": self.prompt_sampler.state_dict(),
+            "clip": dict(self.update.clip.state),
+            "microbatch": self.microbatch,
+            "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
+        }
+
+    def restore_loop_state(self, state: dict[str, Any]) -> None:
+        """Restore what `loop_state` returned; the micro-batch as far as this process can have it, since fewer may have saved it."""
+        self.prompt_sampler.load_state_dict(state["prompts"])
+        self.set_microbatch(state["microbatch"])
+        self.update.clip.state = dict(state["clip"])
+        if self.critic is not None:
+            self.critic.load_training_state(state["critic"])
+
+    def _critic(self) -> Critic:
+        _, latent_shape = self.policy.schedule(self.args.sampling.steps)
+        text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
+        return Critic(latent_shape, text_width, self.args.objective.critic, self.args.seed)
+
+
+def local_microbatch(args: FlowGRPOConfig, processes: Processes, microbatch: int) -> int:
+    """The micro-batch of one process, at most that large. FlowGRPOError if the processes can't share a step evenly."""
+    return processes.local_microbatch(
+        args.prompts_per_step,
+        args.images_per_prompt,
+        microbatch=microbatch,
+        updates=args.updates,
+        pairs=args.objective.needs.rows_per_pair == 2,
+    )
 
 
 class RunState:
@@ -49,17 +205,19 @@ class RunState:
         self.folder = Path(args.output_dir)
         self.step = 0
         self.stages = args.resolved_stages()
-        self._start_stage = partial(
-            Stage, policy=policy, prompt_sampler=prompt_sampler, rewards=rewards, processes=processes
-        )
-        for start, settings in reversed(self.stages):  # each checks its sizes; the run starts with the first
-            self.stage = self._start_stage(start, settings)
+        self.prompt_sampler = prompt_sampler
+        for _, settings in self.stages:
+            check_stage(settings, policy, processes)
+        self.stage = self._start_stage(*self.stages[0])
 
     def enter_stage(self, step: int) -> None:
         """Start the stage that this training step belongs to, unless it is the present one."""
         start, settings = [stage for stage in self.stages if stage[0] <= step][-1]
         if settings is not self.stage.args:
             self.stage = self._start_stage(start, settings)
+
+    def _start_stage(self, start: int, settings: FlowGRPOConfig) -> Stage:
+        return Stage(start, settings, self.policy, self.prompt_sampler, self.rewards, processes=self.processes)
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, by the keys that 0.3 wrote.
@@ -184,8 +342,15 @@ class RunState:
         self.policy.ema.load_state_dict(state["ema"])
         self.stage.update.load_state_dict(state)
         self.stage.restore_loop_state(state["memory"])
-        self.stage.set_microbatch(self.stage.args.microbatch)  # it may have been saved by fewer processes
         for name in state.keys() & self.stage.args.objective.policy_copies.keys():
             self.policy.load_adapter_state(state[name], name)
         for name, values in state.get("copies", {}).items():
             self.policy.load_adapter_state(values, name)
+
+
+def check_stage(args: FlowGRPOConfig, policy: Policy, processes: Processes) -> None:
+    """Raise FlowGRPOError if processes can't share a step of the stage, or its given images can't be read or encoded."""
+    local_microbatch(args, processes, args.microbatch)
+    if args.dataset is not None:
+        load_examples(args.dataset, args.objective.needs.rows_per_pair)
+        image_size(policy, args.sampling.steps)

@@ -107,7 +107,8 @@ class StepLoss:
             )
             step = current.step
             assert step is not None
-            loss = self._objective(i, step, self._of_step(self.advantage, k, rows))
+            known = {"observed_clip": self.clip.range_at(i)} if self.objective.has_auto_clip else {}
+            loss = self.loss(step, self._of_step(self.advantage, k, rows), **known)
             if self.objective.has_auto_clip:
                 deviation = loss.metrics[RATIO_DEVIATION]
                 self.clip.observe(i, deviation.where(is_real.to(deviation.device, non_blocking=True), math.nan))
@@ -134,8 +135,3 @@ class StepLoss:
     def _of_step(self, values: Float[Tensor, "B K ..."], k: int, rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
         """The values of the k-th trained step, on the policy's device."""
         return take_rows(values[:, k], rows, self.policy.device)
-
-    def _objective(self, i: int, step: TrainedStep, advantage: Float[Tensor, " n"]) -> Loss:
-        if self.objective.has_auto_clip:
-            return self.loss(step, advantage, observed_clip=self.clip.range_at(i))
-        return self.loss(step, advantage)

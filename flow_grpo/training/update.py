@@ -1,6 +1,7 @@
 """The optimizer steps of one training step."""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class PolicyUpdate:
     """Updates the trained weights from collected experience, for one stage of a run.
 
     Attributes:
+        microbatch: rows per forward pass.
+        seconds: the time that the last call took.
         mid_step: whether weights have changed in a training step that is not finished.
     """
 
@@ -56,6 +59,7 @@ class PolicyUpdate:
         self.anchors = AnchorCopies(policy, args.objective, stage_start)
         self.clip = ClipRange(args.objective.auto_clip_quantile)
         self.mid_step = False
+        self.microbatch, self.seconds = args.microbatch, 0.0
 
     def __call__(self, experience: Experience, step: int) -> dict[str, float]:
         """Run the optimizer steps of training step `step`: one for each minibatch, in each epoch. Returns metrics.
@@ -63,8 +67,19 @@ class PolicyUpdate:
         Raises:
             FlowGRPOError: the ratio before the first update is not 1, or a gradient is not finite.
         """
+        started, self.mid_step = time.perf_counter(), False
         with phase(f"step {step + 1}, updating"), record_function("update"):
-            return self._run(experience, step)
+            batch_loss, totals = self._batch_loss(experience, step), LossMetrics()
+            minibatches = self._minibatches(experience) * self.args.epochs
+            for number, minibatch in enumerate(minibatches, self._steps_before(step) + 1):
+                if self.processes.any(len(minibatch.rows) > 0):  # else there is nothing to learn from
+                    self._compute_gradients(batch_loss, minibatch, totals)
+                    totals.numbers.update(self._optimizer_step(step, number, totals))
+                    self.clip.update(self.processes)
+            experience.trajectory.graphs.clear()  # of micro-batches without signal
+            metrics = self._finish(totals, step, len(minibatches))
+        self.seconds = time.perf_counter() - started
+        return metrics
 
     def discard(self) -> None:
         """Discard gradients and recorded ratios of an aborted step."""
@@ -84,27 +99,13 @@ class PolicyUpdate:
         """Restore what `state_dict` returned."""
         self.optimizer.load_state_dict(state)
 
-    def _run(self, experience: Experience, step: int) -> dict[str, float]:
-        """Minibatches -> gradients -> optimizer steps -> metrics."""
-        batch_loss = self._batch_loss(experience, step)
-        minibatches = self._minibatches(experience) * self.args.epochs
-        totals, self.mid_step = LossMetrics(), False
-        for number, minibatch in enumerate(minibatches, self._steps_before(step) + 1):
-            if not self.processes.any(len(minibatch.rows) > 0):
-                continue  # nothing to learn from
-            self._compute_gradients(batch_loss, minibatch, totals)
-            if not self.mid_step:
-                self._check_ratio(totals)
-            totals.numbers.update(self._optimizer_step(step, number, totals))
-            self.clip.update(self.processes)
-        experience.trajectory.graphs.clear()  # of micro-batches without signal
-        return self._finish(totals, step, len(minibatches))
-
     def _batch_loss(self, experience: Experience, step: int) -> BatchLoss:
         with self.policy.meter.phase("encode"):
             conditioning = self.policy.encode(experience.batch.prompts)
         with self.policy.meter.phase("forward"):
-            return loss_of_batch(self.policy, self.args, experience, conditioning, step=step, clip=self.clip)
+            return loss_of_batch(
+                self.policy, self.args, experience, conditioning, step=step, clip=self.clip, microbatch=self.microbatch
+            )
 
     def _minibatches(self, experience: Experience) -> list[Minibatch]:
         """`updates` equal parts of the groups; unequal or fewer if rewards were dropped."""
@@ -124,10 +125,10 @@ class PolicyUpdate:
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
                 self._backward(batch_loss, chunk, weight, totals)
-        with self.policy.meter.phase("optimizer"):
-            totals.add_number(
-                GRAD_NORM, self.optimizer.reduce_gradients()
-            )  # fetched with the losses, by one wait for the GPU
+        with self.policy.meter.phase("optimizer"):  # the norm is fetched with the losses, by one wait for the GPU
+            totals.add_number(GRAD_NORM, self.optimizer.reduce_gradients())
+        if not self.mid_step:
+            self._check_ratio(totals)
 
     def _chunks(self, minibatch: Minibatch, fixed_positions: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows of a minibatch in chunks of the micro-batch size, and the weights of the rows of each chunk.
@@ -136,7 +137,7 @@ class PolicyUpdate:
             fixed_positions: keep each row in the chunk and position that it had in the rollout; the other rows there weigh 0. Otherwise
                 the rows are adjacent, and rows of weight 0 fill up the last chunk.
         """
-        size, rows = self.args.microbatch, minibatch.rows
+        size, rows = self.microbatch, minibatch.rows
         if fixed_positions:
             weights = torch.zeros(minibatch.batch_size)
             weights[rows] = minibatch.row_weight
@@ -153,7 +154,7 @@ class PolicyUpdate:
         """Chunks of weight 0, so that all processes run backward equally often, where the optimizer needs that."""
         if not self.optimizer.synchronous_backward:
             return []
-        chunk = torch.arange(min(self.args.microbatch, batch_size))
+        chunk = torch.arange(min(self.microbatch, batch_size))
         return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(num_chunks)) - num_chunks)
 
     def _backward(self, batch_loss: BatchLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics) -> None:
@@ -225,10 +226,17 @@ class PolicyUpdate:
 
 
 def loss_of_batch(
-    policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, *, step: int, clip: ClipRange
+    policy: Policy,
+    args: FlowGRPOConfig,
+    experience: Experience,
+    conditioning: Conditioning,
+    *,
+    step: int,
+    clip: ClipRange,
+    microbatch: int,
 ) -> BatchLoss:
     """The loss of a run with these settings on the images of training step `step`."""
-    if args.stepwise:
+    if args.objective.stepwise:
         return StepLoss(
             policy,
             experience,
@@ -242,6 +250,6 @@ def loss_of_batch(
         conditioning,
         objective=args.objective,
         noise_levels=draw_noise_levels(experience, args.objective, seed=args.seed, step=step),
-        microbatch=args.microbatch,
+        microbatch=microbatch,
         several_updates=args.updates * args.epochs > 1,
     )

@@ -29,11 +29,11 @@ from support.run_contents import MEASURED
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.metrics_file import read_metrics
 
-ODE = "sampling={steps: 3, transition: ode}"
+ODE = "sampling={steps: 3}"
 STEPS = ["steps=4", "save_every=1", "evaluation.every=2", "ema_decay=0.9"]
 RUNS = {  # settings over tests/conftest.py:short_run, of runs whose checkpoints hold more than a LoRA and its optimizer
     "grpo, two updates, auto clip": ["updates=2", "objective={name: grpo, clip_low: auto, clip_high: auto}"],
-    "grpo, random window": ["sampling.window={schedule: random, size: 1}"],
+    "grpo, random window": ["objective.window={schedule: random, size: 1}"],
     "grpo, resampling and prompt skipping": [
         "dynamic_sampling_rounds=1",
         "prompt_skipping={patience: 1, steps: 2}",

@@ -13,7 +13,7 @@ from flow_grpo.cli.app import COMMANDS
 
 CAT = PROMPTS[0]
 
-GIVEN = ["--set", "objective={name: sft, dataset: x}", "--set", "sampling={transition: ode}"]  # images, and no rollouts
+GIVEN = ["--set", "objective={name: sft, dataset: x}", "--set", "sampling={}"]  # images, and no rollouts
 
 
 def test_the_version_is_the_packages(tmp_path):

@@ -45,7 +45,7 @@ def test_an_assignment_may_use_the_short_forms_of_a_file():
 def test_a_config_can_be_pickled(name):
     if name in OBJECTIVES and not OBJECTIVES[name].stepwise:
         section = {"name": name, **({"dataset": "a.jsonl"} if "dataset" in OBJECTIVES[name].model_fields else {})}
-        args = FlowGRPOConfig(objective=section, sampling={"transition": "ode"})
+        args = FlowGRPOConfig(objective=section)
     else:
         args = FlowGRPOConfig(**({"objective": name} if name else {}))
     assert pickle.loads(pickle.dumps(args)) == args

@@ -18,7 +18,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.windows import trained_steps
+from flow_grpo.training.rollouts import trained_steps
 
 
 @pytest.mark.parametrize("name", sorted(str(p.relative_to(bundled_file("")))[:-5] for p in bundled_file("").rglob("*.yaml")))
@@ -55,11 +55,13 @@ def test_presets_of_real_models_use_prompts_that_suit_their_reward():
 def test_presets_train_the_published_steps():
     """Flow-GRPO draws the window's start up to sde_window_range[1] - size, half of the steps; Flow-Factory one of steps 1 to 3."""
     for name, args in REAL.items():
-        window, steps = args.sampling.window, args.sampling.steps
+        if not args.objective.stepwise:
+            continue
+        window, steps = args.objective.window, args.sampling.steps
         if window.schedule == "random":
             last = 3 if name in ("flux2_klein_edit", "flux2_klein_ocr", "z_image_ocr") else steps // 2 - 1
             assert window.last_step == last, name
-            trained = {step for k in range(200) for step in trained_steps(args.sampling, k, seed=0)}
+            trained = {step for k in range(200) for step in trained_steps(window, steps, k, seed=0)}
             assert trained == set(range(window.first_step, last + 1)), name
 
 
@@ -175,16 +177,16 @@ def test_overrides_reach_into_sections():
         ("images_per_prompt=1", "images_per_prompt is 1"),
         ("updates=3", "does not divide prompts_per_step"),
         ("rewards={}", "rewards is empty"),
-        ("sampling.transition=ode objective.name=grpo", "needs a stochastic transition"),
-        ("sampling.transition=cps objective.name=nft", "set sampling.transition=ode"),
-        ("objective.name=grpo sampling.transition=cps sampling.noise_level=0", "no log-probability"),
-        ("objective.name=grpo sampling.transition=cps sampling.noise_level=1.5", "at most 1"),
+        ("objective.transition=ode objective.name=grpo", "ode is no transition that adds noise"),
+        ("objective.transition=cps objective.name=nft", "nft does not use transition; grpo, reinforce, grpo_guard"),
+        ("objective.name=grpo objective.noise_level=0", "objective.noise_level is 0, but it should be greater than 0"),
+        ("objective.name=grpo objective.transition=cps objective.noise_level=1.5", "at most 1"),
         (
-            "objective.name=grpo sampling.steps=10 sampling.transition=cps sampling.window.last_step=9",
+            "objective.name=grpo sampling.steps=10 objective.transition=cps objective.window.last_step=9",
             "the trainable ones are 0 to 8",
         ),
         (
-            "objective.name=grpo sampling.transition=cps sampling.window={schedule: fixed, size: 9, first_step: 3}",
+            "objective.name=grpo objective.transition=cps objective.window={schedule: fixed, size: 9, first_step: 3}",
             "does not fit",
         ),
         ("objective.sigma_range=[0.5,0.5]", "must rise"),
@@ -201,22 +203,25 @@ def test_overrides_reach_into_sections():
             "old_policy_decay starts at 0.6, above its max of 0.5: set a smaller start",
         ),
         ("objective.name=grppo", "there is no objective grppo. Did you mean grpo?"),
-        ("objective.name=dppo sampling.transition=cps objective.clip_low=0.1", "objective dppo does not use clip_low; grpo"),
+        (
+            "objective.name=dppo objective.transition=cps objective.clip_low=0.1",
+            "objective dppo does not use clip_low; grpo",
+        ),
         ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
         ("objective.kl=gaussian", "set objective.kl=velocity"),
         ("objective.clip_low=auto updates=2", "for grpo, grpo_guard, ppo, not awm"),
         (
-            "objective.name=grpo_guard sampling.transition=cps objective.step_weight=std",
+            "objective.name=grpo_guard objective.transition=cps objective.step_weight=std",
             "grpo_guard does not use step_weight; grpo, reinforce, dppo, ppo and your own function do",
         ),
-        ("objective.name=ppo sampling.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
+        ("objective.name=ppo objective.transition=cps objective.advantage=rloo", "its critic makes the advantages"),
         ("objective.dataset=pictures", "objective awm does not use dataset; sft and dpo do: remove it"),
         ("objective.name=dpo microbatch=1", "set an even one"),
         ("microbatch=5", "does not divide prompts_per_step x images_per_prompt = 64"),
         ("objective.clip_low=abc", "objective.clip_low is 'abc', but"),
-        ("objective.name=reinforce sampling.transition=cps updates=2", "set updates=1 and epochs=1"),
-        ("objective.name=grpo sampling.transition=cps objective.clip_high=auto", "they are all 1"),
-        ("objective.name=grpo sampling.transition=cps objective.kl=flow_grpo", "cps has none"),
+        ("objective.name=reinforce objective.transition=cps updates=2", "set updates=1 and epochs=1"),
+        ("objective.name=grpo objective.transition=cps objective.clip_high=auto", "they are all 1"),
+        ("objective.name=grpo objective.transition=cps objective.kl=flow_grpo", "cps has none"),
         ("rewards.ocr=0", "nothing to train on"),
         ("rewards.ocr=.nan", "rewards.ocr.weight is nan"),
         ("steps", "not of the form key.sub=value"),
@@ -378,7 +383,7 @@ def test_a_config_that_is_no_yaml_for_us_is_a_clear_error(tmp_path, content, sen
 
 
 def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_path):
-    text = "\ufeffoutput_dir: runs/Kätzchen\nsampling: &s {steps: 4, transition: ode}\nstages:\n- {steps: 3, sampling: {<<: *s, steps: 5}}"
+    text = "\ufeffoutput_dir: runs/Kätzchen\nsampling: &s {steps: 4}\nstages:\n- {steps: 3, sampling: {<<: *s, steps: 5}}"
     (tmp_path / "good.yaml").write_text(text, encoding="utf-8")
     args = FlowGRPOConfig.from_yaml(tmp_path / "good.yaml", ["objective.name=awm"])
     assert args.output_dir == "runs/Kätzchen"

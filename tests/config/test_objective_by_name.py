@@ -1,4 +1,4 @@
-"""An objective by one word: `objective: pepg` in a file, `objective=pepg` as an override. The transition follows it."""
+"""An objective by one word: `objective: pepg` in a file, `objective=pepg` as an override, which keeps what both objectives read."""
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -6,7 +6,6 @@ from jsonschema import Draft202012Validator
 from flow_grpo.config.objective import OBJECTIVES
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.template import json_schema
-from flow_grpo.sde import TRANSITIONS
 
 COMPARED = [name for name in OBJECTIVES if name not in ("ppo", "sft", "dpo")]  # a critic or given images
 
@@ -17,9 +16,12 @@ def test_one_word_chooses_any_objective_over_a_preset(preset, name):
     args = FlowGRPOConfig.from_yaml(preset, [f"objective={name}"])
     own = FlowGRPOConfig.from_yaml(preset)
     assert args.objective.name == name
-    assert TRANSITIONS[args.sampling.transition].stochastic == OBJECTIVES[name].stepwise
-    if OBJECTIVES[name].stepwise == own.stepwise:
-        assert args.sampling == own.sampling, "a transition that fits stays"
+    assert args.sampling == own.sampling
+    shared = type(args.objective).model_fields.keys() & type(own.objective).model_fields.keys() - {"name"}
+    if OBJECTIVES[name].stepwise:
+        assert {"transition", "window"} <= args.objective.model_fields_set or preset == "tiny_ocr"
+    for key in shared - (set() if OBJECTIVES[name].needs.takes_advantage else {"advantage"}):
+        assert getattr(args.objective, key) == getattr(own.objective, key)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -27,7 +29,6 @@ def test_one_word_is_a_config(name, tmp_path):
     (tmp_path / "one.yaml").write_text(f"objective: {name}\n")
     args = FlowGRPOConfig.from_yaml(tmp_path / "one.yaml")
     assert args == FlowGRPOConfig(objective=name, output_dir="runs/one")
-    assert args.sampling.transition == ("flow_sde" if OBJECTIVES[name].stepwise else "ode")
     Draft202012Validator(json_schema()).validate({"objective": name})
     (tmp_path / "again.yaml").write_text(args.to_yaml())
     assert FlowGRPOConfig.from_yaml(tmp_path / "again.yaml") == args
@@ -42,21 +43,19 @@ def test_an_override_by_one_word_keeps_what_the_objective_reads():
         FlowGRPOConfig.from_yaml("tiny_grpo", ["objective.clip_low=0.5", "objective=dppo"])
 
 
-def test_a_transition_that_is_set_for_it_is_never_replaced():
-    with pytest.raises(ValueError, match=r"objective pepg trains on final latents.*set sampling.transition=ode"):
-        FlowGRPOConfig.from_yaml("tiny_ocr", ["objective=pepg", "sampling.transition=cps"])
-    with pytest.raises(ValueError, match="objective grpo needs a stochastic transition"):
-        FlowGRPOConfig(objective="grpo", sampling={"transition": "ode"})
-    kept = FlowGRPOConfig.from_yaml("tiny_grpo", ["objective=reinforce", "sampling.transition=dance_sde"])
-    assert kept.sampling.transition == "dance_sde"
-    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["objective=my.py:loss"]).sampling.transition == "ode"
+def test_a_forward_process_objective_has_no_transition():
+    with pytest.raises(ValueError, match=r"objective pepg does not use transition; grpo, .* do: remove it"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["objective=pepg", "objective.transition=cps"])
+    kept = FlowGRPOConfig.from_yaml("tiny_grpo", ["objective=reinforce", "objective.transition=dance_sde"])
+    assert kept.objective.transition == "dance_sde"
+    assert kept.objective.noise_level == FlowGRPOConfig.from_yaml("tiny_grpo").objective.noise_level
 
 
 def test_stages_choose_an_objective_by_one_word():
     stages = [{"steps": 2, "objective": "awm"}, {"steps": 3, "objective": "grpo"}, {"steps": 1}]
-    args = FlowGRPOConfig(stages=stages, objective={"name": "grpo", "clip_low": 0.3}, sampling={"transition": "cps"})
-    chosen = [(part.objective.name, part.sampling.transition) for _, part in args.resolved_stages()]
-    assert chosen == [("awm", "ode"), ("grpo", "cps"), ("grpo", "cps")]
+    args = FlowGRPOConfig(stages=stages, objective={"name": "grpo", "clip_low": 0.3, "transition": "cps"})
+    chosen = [(part.objective.name, getattr(part.objective, "transition", None)) for _, part in args.resolved_stages()]
+    assert chosen == [("awm", None), ("grpo", "cps"), ("grpo", "cps")]
 
 
 @pytest.mark.parametrize(

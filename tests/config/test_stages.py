@@ -5,8 +5,7 @@ import pytest
 from flow_grpo.config.run_config import FlowGRPOConfig
 
 STAGES = [{"steps": 3}, {"steps": 4}]
-ODE = {"transition": "ode"}
-GIVEN = {"steps": 3, "objective": {"name": "sft", "dataset": "images"}, "sampling": ODE}
+GIVEN = {"steps": 3, "objective": {"name": "sft", "dataset": "images"}}
 
 
 def test_steps_beside_stages_are_refused_unless_they_are_the_total(tmp_path):
@@ -35,13 +34,10 @@ def test_the_config_of_a_run_with_stages_loads_again_with_other_stages_too(tmp_p
         FlowGRPOConfig.from_yaml(file, ["stages=[{steps: 5}]", "steps=2"])
 
 
-def test_prompts_are_not_skipped_where_all_images_are_given():
-    skipping = {"patience": 2}
-    words = "prompt_skipping.patience=2 with objective.dataset: .* set patience=0"
+def test_prompts_have_no_weights_where_all_images_are_given():
+    words = "prompt_weights=variance with objective.dataset: .* set prompt_weights=uniform"
     with pytest.raises(ValueError, match=words):
-        FlowGRPOConfig(objective=GIVEN["objective"], sampling=ODE, prompt_skipping=skipping)
+        FlowGRPOConfig(objective=GIVEN["objective"], prompt_weights="variance")
     with pytest.raises(ValueError, match=words):
-        FlowGRPOConfig(stages=[GIVEN, GIVEN], prompt_skipping=skipping)
-    mixed = FlowGRPOConfig(stages=[GIVEN, {"steps": 2}], sampling={"transition": "cps"}, prompt_skipping=skipping)
-    assert mixed.prompt_skipping.patience == 2
-    assert FlowGRPOConfig(objective=GIVEN["objective"], sampling=ODE, prompt_skipping={"steps": 9}).dataset == "images"
+        FlowGRPOConfig(stages=[GIVEN, GIVEN], prompt_weights="variance")
+    assert FlowGRPOConfig(stages=[GIVEN, {"steps": 2}], prompt_weights="variance").prompt_weights == "variance"

@@ -10,8 +10,7 @@ from support.cli_process import run
 from flow_grpo.config.bundled import bundled_file
 from flow_grpo.config.objective import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.config.sampling import SamplingConfig
-from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig
+from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig, SamplingConfig
 from flow_grpo.config.template import _setting, json_schema, template
 
 CONFIGS = [file for folder in ("", "compare") for file in sorted(bundled_file(folder).glob("*.yaml"))]
@@ -88,5 +87,5 @@ def test_the_schema_accepts_every_shipped_config_and_names_every_setting(tmp_pat
         errors = [error.message for error in validator.iter_errors(yaml.safe_load(Path(file).read_text()))]
         assert not errors, f"{file.name}: {errors[0]}"
     assert set(schema["properties"]) == set(FlowGRPOConfig.model_fields)
-    for wrong in ({"lr": 1e-3}, {"steps": 0}, {"sampling": {"transition": "sde"}}, {"rewards": {"ocr": "much"}}):
+    for wrong in ({"lr": 1e-3}, {"steps": 0}, {"objective": {"transition": "sde"}}, {"rewards": {"ocr": "much"}}):
         assert list(validator.iter_errors(wrong)), wrong

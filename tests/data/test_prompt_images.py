@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -182,17 +183,13 @@ def test_a_file_that_changes_during_a_run_is_an_error(folder):
         source.open()
 
 
-def test_prompts_of_one_text_are_skipped_apart(folder):
+def test_prompts_of_one_text_with_other_images_are_weighted_apart(folder):
     rows = [{"prompt": "a", "image": f"in/{seed}.png"} for seed in range(3)]
     (folder / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sampler = PromptSampler(load_prompts(folder / "p.jsonl"), seed=0, patience=1, skip_steps=5)
+    sampler = PromptSampler(load_prompts(folder / "p.jsonl"), seed=0, by_variance=True)
     batch = sampler.sample(0, prompts=1, images=2)
-    sampler.observe_signal(0, batch, signal=np.array([False, False]))
-    assert sampler.num_skipped(1) == 1
-    state = json.loads(json.dumps(sampler.state_dict()))
-    assert list(state["until"]) == [prompt_key(batch.prompts[0])]
-    others = sampler.sample(1, prompts=2, images=1).prompts
-    assert batch.prompts[0] not in others
+    sampler.observe(batch, torch.tensor([0.0, 1.0]))
+    assert json.loads(json.dumps(sampler.state_dict()))["variance"] == {prompt_key(batch.prompts[0]): 0.25}
 
 
 def test_a_prompt_of_python_takes_paths_and_pil_images(folder):

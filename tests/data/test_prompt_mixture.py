@@ -66,20 +66,19 @@ def test_the_sets_of_a_step_are_mixed_and_its_groups_numbered_in_order():
 
 
 def test_a_resumed_run_draws_what_it_would_have_drawn():
-    whole, first, second = (sampler_of(mixture(), 4, patience=1, skip_steps=5) for _ in range(3))
+    whole, first, second = (sampler_of(mixture(), 4, by_variance=True) for _ in range(3))
 
     def run(sampler, steps):
         found = []
         for step in steps:
             batch = sampler.sample(step, 6, 2)
-            signal = torch.tensor([len(prompt) % 2 == 0 for prompt in batch.prompts])
-            sampler.observe_signal(step, batch, signal)
-            found.append((batch.prompts, sampler.num_skipped(step + 1)))
+            sampler.observe(batch, torch.tensor([float(i % 2 * len(p)) for i, p in enumerate(batch.prompts)]))
+            found.append(batch.prompts)
         return found
 
     expected = run(whole, range(20))
     assert run(first, range(9)) == expected[:9]
-    assert any(skipped for _, skipped in expected)
+    assert all(len(sampler.variance) > 6 for sampler in whole.samplers)
     state = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(state)
     assert run(second, range(9, 20)) == expected[9:]

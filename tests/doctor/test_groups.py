@@ -14,13 +14,13 @@ SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
 
 
 def checked(trainer: FlowGRPOTrainer) -> dict[str, Status]:
-    sampled = groups.sample_groups(trainer.stage.source, trainer.step, trainer.train_set)
-    return statuses(groups.check_groups(trainer.stage.source, sampled))
+    sampled = groups.sample_groups(trainer.stage, trainer.step, trainer.train_set)
+    return statuses(groups.check_groups(trainer.stage, sampled))
 
 
 def test_noise_that_changes_nothing_or_destroys_the_images(trainer):
     name, damage = "reward variance from trained-step noise", "mean reward, SDE vs ODE sampling"
-    little = checked(trainer("sampling.noise_level=0.01"))
+    little = checked(trainer("objective.noise_level=0.01"))
     assert little[name] == ERROR
     assert little[damage] == OK
     settings = ["rewards={ocr: 1}", "sampling.steps=6", "prompts_per_step=4", "microbatch=16"]

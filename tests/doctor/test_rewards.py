@@ -102,12 +102,12 @@ def test_a_person_is_not_asked(trainer):
     for total in (built.rewards, built.eval_rewards):
         total.rewards, total.weights = {"human": human}, {"human": 1.0}
     reward_checks.replace_human_reward(built.rewards)
-    sampled, checks = groups.sample_groups(built.stage.source, 0, built.train_set), RunChecks(built)
+    sampled, checks = groups.sample_groups(built.stage, 0, built.train_set), RunChecks(built)
     results = checks.check_rewards(sampled)
     (row,) = results.results
     assert (results.calls, row.name, row.value) == ({}, "human: values", "not called")
     assert results.can_score(built.rewards)
-    assert list(statuses(groups.check_groups(built.stage.source, sampled))) == ["batch invariance"]
+    assert list(statuses(groups.check_groups(built.stage, sampled))) == ["batch invariance"]
     checks.check_update()
     assert len(checks.step_metrics) == 1
 

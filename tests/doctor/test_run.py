@@ -23,8 +23,8 @@ from flow_grpo.doctor.run import RunChecks, run_checks
 
 def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path):
     settings = [
-        "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "sampling.window={schedule: fixed, size: 2}",
-        "sampling.keep_graphs=false", "lora.targets=[to_q, to_out.0]",
+        "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "objective.window={schedule: fixed, size: 2}",
+        "objective.keep_graphs=false", "lora.targets=[to_q, to_out.0]",
         "evaluation={prompts: prompts/signs_eval.txt, max_prompts: 8, steps: 4}", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     sections = list(run_checks(FlowGRPOConfig.from_yaml("tiny_grpo", settings)))
@@ -48,9 +48,8 @@ def test_stages_with_offline_images_final_latents_and_a_critic_skip_what_does_no
         {
             "steps": 1,
             "objective": {"name": "sft", "dataset": str(tmp_path / "signs.png")},
-            "sampling": {"transition": "ode"},
         },
-        {"steps": 1, "objective": {"name": "awm"}, "sampling": {"transition": "ode"}},
+        {"steps": 1, "objective": {"name": "awm"}},
         {"steps": 1, "objective": {"name": "ppo"}},
     ]
     sections = dict(run_checks(short_run(tmp_path / "run", f"stages={json.dumps(stages)}")))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import small_policy as small
 from support.checks import statuses
 from support.paths import SAMPLE_OBJECTIVES
 from support.sample_rewards import flat
@@ -33,13 +34,13 @@ def test_adams_eps_and_clip_ranges(trainer):
 def test_a_late_step_that_dominates_the_early_ones(trainer):
     assert checked(trainer())[LARGEST] == WARNING
     assert checked(trainer("objective.step_weight=std"))[LARGEST] == OK
-    assert checked(trainer("sampling.window={schedule: all, last_step: 1}"))[LARGEST] == OK
+    assert checked(trainer("objective.window={schedule: all, last_step: 1}"))[LARGEST] == OK
 
 
 def test_the_single_update_skips_warmup(policy, trainer):
     built = trainer("optimizer.warmup_steps=1000")
     before = {name: weight.detach().clone() for name, weight in policy.trainable_parameters().items()}
-    update.single_update(policy, built.stage.args, built.stage.source.collect(0), 0, built.processes)
+    update.single_update(policy, built.stage.args, small.collect(built, 0), 0, built.processes)
     moved = max((weight - before[name]).abs().max().item() for name, weight in policy.trainable_parameters().items())
     assert moved > 0.5 * built.args.optimizer.lr
 
@@ -58,11 +59,11 @@ def test_a_step_that_fails_says_why(policy, trainer):
 
 
 def test_out_of_memory_says_what_to_set(trainer, monkeypatch):
-    def collect(step):
+    def collect():
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     built = trainer()
-    monkeypatch.setattr(built.stage.source, "collect", collect)
+    monkeypatch.setattr(built, "experience", collect)
     (failed,) = RunChecks(built).check_update()
     assert failed.status == ERROR
     assert "a smaller microbatch" in failed.message

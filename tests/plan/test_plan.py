@@ -206,7 +206,7 @@ def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_pa
 
 @pytest.mark.slow
 def test_a_vae_takes_less_memory_for_slices_and_less_again_for_tiles():
-    size = [*LEAN, "height=96", "width=96", "sampling.keep_graphs=false"]
+    size = [*LEAN, "height=96", "width=96", "objective.keep_graphs=false"]
     peaks = []
     for settings in ("{}", "{vae_slicing: true}", "{vae_slicing: true, vae_tiling: true}"):
         args = FlowGRPOConfig.from_yaml("tiny_grpo", [*size, f"memory={settings}"])
@@ -226,13 +226,13 @@ def test_trajectories_take_what_a_rollout_leaves(tmp_path):
         "prompts_per_step=2",
         "images_per_prompt=2",
         "microbatch=4",
-        "sampling.keep_graphs=false",
+        "objective.keep_graphs=false",
         "evaluation.prompts=null",
     ]
     settings = [*small, "trackers=[]", f"output_dir={tmp_path}"]
-    source = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_grpo", settings)).stage.source
-    window = source.window(0)
-    left = source.image_sampler.trajectory(0, source.prompt_sampler.sample(0, 2, 2), window)
+    source = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_grpo", settings)).stage
+    window = source.sampler.window(0)
+    left = source.sampler.trajectory(0, source.prompt_sampler.sample(0, 2, 2), window)
     records = sum(states.nbytes for states in (left.x, left.x_next, left.mean))
     state = left.final.nbytes
 
@@ -266,7 +266,7 @@ def test_a_kl_needs_the_reference_beside_the_graph(default):
 
 
 def with_kept_graphs(keep: bool, *words: str) -> FlowGRPOConfig:
-    window = "sampling.window={schedule: fixed, size: 2, first_step: 0}"
+    window = "objective.window={schedule: fixed, size: 2, first_step: 0}"
     size = [
         *LEAN,
         "prompts_per_step=2",
@@ -276,7 +276,9 @@ def with_kept_graphs(keep: bool, *words: str) -> FlowGRPOConfig:
         "dtype=fp32",
         "evaluation.prompts=null",
     ]
-    return FlowGRPOConfig.from_yaml("tiny_grpo", [*size, window, "sampling.steps=3", f"sampling.keep_graphs={keep}", *words])
+    return FlowGRPOConfig.from_yaml(
+        "tiny_grpo", [*size, window, "sampling.steps=3", f"objective.keep_graphs={keep}", *words]
+    )
 
 
 @functools.cache
@@ -289,7 +291,7 @@ def test_kept_graphs_take_what_they_take_in_a_rollout(tmp_path):
     args = with_kept_graphs(True, f"output_dir={tmp_path}")
     trainer, counter = FlowGRPOTrainer(args=args), counters.LiveBytesCounter()
     trainer.state.enter_stage(0)
-    sampler, batch = trainer.stage.source.image_sampler, trainer.prompt_sampler.sample(0, 2, 4)
+    sampler, batch = trainer.stage.sampler, trainer.prompt_sampler.sample(0, 2, 4)
     sampler.trajectory(0, batch, [])  # what is cached
     with counter:
         trajectory = sampler.trajectory(0, batch, [0, 1], keep_graphs=True)

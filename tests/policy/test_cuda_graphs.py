@@ -10,7 +10,7 @@ from flow_grpo.policy.cuda_graphs import ForwardGraphs, use_cuda_graphs
 from flow_grpo.policy.probes import eager
 
 GRAPHS = {"memory": {"cuda_graphs": True}}
-ODE = {"steps": 4, "transition": "ode"}
+ODE = {"steps": 4}
 METHODS = {
     "grpo": {},
     "a KL towards the base model": {"objective": {"kl_weight": 0.1, "kl": "velocity"}},

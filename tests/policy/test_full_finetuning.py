@@ -194,7 +194,7 @@ def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
     ],
 )
 def test_what_needs_a_base_that_is_not_trained_is_refused(tmp_path, setting, sentence):
-    more = ["sampling={steps: 4, transition: ode}"] if "nft" in setting else []
+    more = ["sampling={steps: 4}"] if "nft" in setting else []
     with pytest.raises(ValueError, match=sentence):
         short_run(tmp_path, *WHOLE, *more, setting)
 

@@ -254,7 +254,7 @@ def test_a_graph_holds_the_copies_of_offloaded_weights_unless_their_blocks_are_c
 @pytest.mark.parametrize("keep", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_run_with_offloaded_blocks_has_a_ratio_of_exactly_1(flux, tmp_path, keep):
     size = [f"model={flux}", "height=32", "width=48", "pipeline_kwargs={max_sequence_length: 16}", "lora.targets=null"]
-    settings = ["memory={offload: groups, gradient_checkpointing: true}", f"sampling.keep_graphs={keep}"]
+    settings = ["memory={offload: groups, gradient_checkpointing: true}", f"objective.keep_graphs={keep}"]
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, *size, *settings))
     for _ in range(2):
         assert trainer.training_step()["ratio/first_update_max_deviation"] == 0

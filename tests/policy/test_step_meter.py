@@ -15,7 +15,7 @@ from flow_grpo.policy.step_meter import ModelFlopCounter, StepMeter
 from flow_grpo.trainer import FlowGRPOTrainer
 
 WINDOW = "sampling={steps: 4, transition: flow_sde, window: {schedule: fixed, size: 2, first_step: 0}"
-ODE = "sampling={steps: 3, transition: ode}"
+ODE = "sampling={steps: 3}"
 TEXT_ENCODERS = "CLIPTextModelWithProjection", "T5EncoderModel"
 METHODS = {
     "grpo": [WINDOW + "}"],
@@ -38,7 +38,7 @@ def test_a_steps_operations_are_those_that_torch_counts_of_all_of_it_and_those_o
     trainer, same = (run(tmp_path, name) for _ in range(2))
     for step in (0, 1):  # the second one is counted by what is known
         with ModelFlopCounter() as counter:
-            same.stage.update(same.stage.source.collect(step), step)
+            same.stage.update(small.collect(same, step), step)
         of_texts = sum(sum(counter.get_flop_counts()[name].values()) for name in TEXT_ENCODERS)
         assert of_texts > 0
         tflop = trainer.training_step()["speed/tflop"]

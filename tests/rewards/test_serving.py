@@ -883,7 +883,7 @@ def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_wi
     def run(name: str, urls: list[str]) -> FlowGRPOTrainer:
         where = f"{{weight: 1, remote: [{', '.join(urls)}], options: {{batch_size: 2, attempts: 2}}}}"
         trainer = FlowGRPOTrainer(args=short_run(tmp_path / name, f"rewards={{'mine.py:slow': {where}}}", "microbatch=4"))
-        assert trainer.stage.source.image_sampler.score_in_background, "the servers score while the next images are drawn"
+        assert trainer.stage.sampler.score_in_background, "the servers score while the next images are drawn"
         return trainer
 
     run("whole", [first.url, second.url]).train()

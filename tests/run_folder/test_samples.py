@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from support import small_policy as small
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 from support.process_runs import forked
@@ -47,7 +48,7 @@ def test_what_is_kept_is_what_was_drawn_scored_and_compared(tmp_path):
         image = generate_images(
             trainer.policy, trainer.eval_set.prompts[:1], [image_seed(args.evaluation.seed, 0)], args.evaluation.steps
         )
-    experience = trainer.stage.source.collect(0)
+    experience = small.collect(trainer, 0)
     FlowGRPOTrainer(args=args).train()
     first = reader.read_all(tmp_path / "run", layout.EVALUATION)[0]
     seen = np.asarray(Image.open(first["folder"] / layout.prompt_image(0)).convert("RGB")).astype(int)

@@ -4,6 +4,7 @@ The tests of the loop and its parts run on it. `settings` are those of a run who
 """
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers as d
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.merge import objective_reads
+from flow_grpo.config.objective import section_type
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.devices import DTYPES
@@ -19,8 +20,10 @@ from flow_grpo.policy.encoding import Conditioning, EmbeddingCache
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.critic import CriticAdvantages
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss
-from flow_grpo.training.rollouts import RolloutSource
+from flow_grpo.training.group_advantages import GroupAdvantages
+from flow_grpo.training.rollouts import ImageSampler
 from flow_grpo.training.step_loss import ClipRange, StepLoss
 from flow_grpo.training.update import loss_of_batch
 from flow_grpo.types import Experience
@@ -33,8 +36,8 @@ DEFAULTS: dict[str, Any] = {
     "prompts_per_step": 2,
     "images_per_prompt": 3,
     "microbatch": 6,
-    "sampling": {"steps": 4, "transition": "cps", "noise_level": 0.8},
-    "objective": {"clip_low": 0.1, "clip_high": 0.1},
+    "sampling": {"steps": 4},
+    "objective": {"transition": "cps", "noise_level": 0.8, "clip_low": 0.1, "clip_high": 0.1},
     "lora": {"rank": 2, "alpha": 4},
     "dtype": "fp32",
     "trackers": {},
@@ -84,12 +87,11 @@ def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default
 def settings(**changes: Any) -> FlowGRPOConfig:
     """The defaults with these changes, section by section."""
     both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
-    own = changes.get("objective", {})
-    both["objective"] = {
-        key: value for key, value in both["objective"].items() if key in own or objective_reads(both, "objective", key)
-    }
-    if both["sampling"]["transition"] == "ode":
-        both["sampling"] = {"steps": 4, **changes["sampling"]}
+    own, read = (
+        changes.get("objective", {}),
+        section_type(both["objective"].get("name", "grpo"), both["objective"].get("family", "stepwise")).model_fields,
+    )
+    both["objective"] = {key: value for key, value in both["objective"].items() if key in own or key in read}
     if changes.get("stages"):
         both.pop("steps")  # each stage has its own
     return FlowGRPOConfig.model_validate(
@@ -102,17 +104,36 @@ def trainer(args: FlowGRPOConfig, **more: Any) -> FlowGRPOTrainer:
     return FlowGRPOTrainer(policy(DTYPES[args.dtype], lora=False), args=args, **more)
 
 
+class Rollouts(FlowGRPOTrainer):
+    """The trainer's rollouts, with parts that a test chooses."""
+
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, window: list[int], rewards: WeightedSum, **parts: Any) -> None:
+        self.policy, self.args, self.rewards, self.processes = policy, args, rewards, parts["processes"]
+        self.prompt_sampler = PromptSampler(parts["prompts"], args.seed, args.prompt_weights == "variance")
+        self.image_sampler = ImageSampler(policy, args, rewards, self.processes)
+        self.image_sampler.window = lambda step: window
+        groups = GroupAdvantages(args, rewards)
+        compare = groups if parts["critic"] is None else CriticAdvantages(policy, parts["critic"], groups)
+        stage = SimpleNamespace(args=args, sampler=self.image_sampler, compare=compare, given_images=None)
+        self.state = SimpleNamespace(step=0, stage=stage)
+
+    def collect(self, step: int) -> Experience:
+        self.state.step = step
+        return self.experience()
+
+
+def collect(trainer: FlowGRPOTrainer, step: int) -> Experience:
+    """What a training step of a run would learn from, without an update."""
+    trainer.state.step = step
+    return trainer.experience()
+
+
 def rollouts(
     policy: Policy, args: FlowGRPOConfig, window: list[int], rewards: WeightedSum | None = None, **more: Any
-) -> RolloutSource:
+) -> Rollouts:
     """The rollouts of these prompts; by default without rewards."""
-    settings = {"critic": None, "processes": Processes(), "prompts": PROMPTS, **more}
-    prompt_sampler = PromptSampler(
-        settings.pop("prompts"), args.seed, args.prompt_skipping.patience, args.prompt_skipping.steps
-    )
-    return RolloutSource(
-        policy, args, prompt_sampler, rewards or WeightedSum({}, {}), window=lambda step: window, **settings
-    )
+    parts = {"critic": None, "processes": Processes(), "prompts": PROMPTS, **more}
+    return Rollouts(policy, args, window, rewards or WeightedSum({}, {}), **parts)
 
 
 def experience(policy: Policy, args: FlowGRPOConfig, advantage: Tensor, window: list[int], step: int = 0) -> Experience:
@@ -120,7 +141,7 @@ def experience(policy: Policy, args: FlowGRPOConfig, advantage: Tensor, window: 
     prompts, images = advantage.shape[:2]
     batch = PROMPTS.head(prompts).repeat(images)
     sampler = rollouts(policy, args, window).image_sampler
-    trajectory = sampler.trajectory(step, batch, window, args.sampling.keep_graphs)
+    trajectory = sampler.trajectory(step, batch, window, bool(window) and args.objective.keep_graphs)
     signal = advantage.flatten(1).any(1).repeat_interleave(images)
     return Experience(batch, trajectory, advantage.flatten(0, 1), signal.nonzero()[:, 0], images, torch.arange(prompts), {})
 
@@ -150,7 +171,7 @@ def step_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, clip: ClipRange
 ) -> StepLoss:
     """The loss on steps that a run with these settings has."""
-    loss = loss_of_batch(policy, args, experience, conditioning, step=0, clip=clip)
+    loss = loss_of_batch(policy, args, experience, conditioning, step=0, clip=clip, microbatch=args.microbatch)
     assert isinstance(loss, StepLoss)
     return loss
 
@@ -159,6 +180,6 @@ def forward_process_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, step: int
 ) -> ForwardProcessLoss:
     """The loss on final latents that a run with these settings has."""
-    loss = loss_of_batch(policy, args, experience, conditioning, step=step, clip=ClipRange(None))
+    loss = loss_of_batch(policy, args, experience, conditioning, step=step, clip=ClipRange(None), microbatch=args.microbatch)
     assert isinstance(loss, ForwardProcessLoss)
     return loss

@@ -27,10 +27,9 @@ GUIDED = {"to": "guided", "weight": 0.7, "guidance": 4.5}
 def collected(steps=True, name=None, seed=1, **objective):
     """A policy that has moved since it drew the images, with copies that are others again; its settings, images and loss."""
     policy, window = small.policy(), [0, 1] if steps else []
-    own = {"name": name or ("reinforce" if steps else "sft"), **objective}
-    args = small.settings(
-        sampling={"transition": "flow_sde" if steps else "ode"}, objective=own, rewards={"jpeg_size": 1, "sharpness": 0}
-    )
+    of_steps = {"name": "reinforce", "transition": "flow_sde"}
+    own = {**(of_steps if steps else {"name": "sft"}), **({"name": name} if name else {}), **objective}
+    args = small.settings(objective=own, rewards={"jpeg_size": 1, "sharpness": 0})
     for number, adapter in enumerate(copied_references(args.objective)):
         policy.lora.add_adapter_copy(adapter)
         small.move(policy, 0.3, seed=10 + number, adapter=adapter)
@@ -147,7 +146,7 @@ def test_the_base_model_is_evaluated_where_an_anchor_or_the_objective_needs_it()
     for objective in ({"kl_weight": 1.0}, {"anchors": [BASE]}):
         assert small.settings(objective=objective).objective.references == ["base"]
     for name, references in {"sft": [], "dpo": ["base"], "dgpo": ["base"]}.items():
-        assert small.settings(sampling=ODE, objective={"name": name}).objective.references == references
+        assert small.settings(objective={"name": name}).objective.references == references
 
 
 def test_the_guided_reference_extrapolates_from_the_empty_prompt():
@@ -271,7 +270,6 @@ def test_a_resumed_run_has_the_copies_that_it_had(tmp_path, monkeypatch):
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
-ODE = {"transition": "ode"}
 REFUSED = {
     "decay without ema": ({"anchors": [{**BASE, "decay": 0.3}]}, {}, "to base does not use decay; one to ema does"),
     "guidance without guided": ({"anchors": [{**EMA, "guidance": 3}]}, {}, "to ema does not use guidance; one to guided"),
@@ -281,10 +279,10 @@ REFUSED = {
     "no such setting": ({"anchors": [{**BASE, "wait": 1}]}, {}, "there is no setting objective.anchors.wait"),
     "a KL of steps": (
         {"name": "awm", "anchors": [{**BASE, "kl": "k3"}]},
-        {"sampling": ODE},
+        {},
         "objective.kl=k3 needs trained",
     ),
-    "no g": ({"anchors": [{**BASE, "kl": "flow_grpo"}]}, {"sampling": {"transition": "cps"}}, "flow_grpo divides by the g"),
+    "no g": ({"anchors": [{**BASE, "kl": "flow_grpo"}]}, {}, "flow_grpo divides by the g"),
     "a copy of all weights": ({"anchors": [EMA]}, {"lora": None}, "ema is a second LoRA, and lora=null has none"),
 }
 

@@ -26,7 +26,7 @@ def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(t
 
     plain = FlowGRPOTrainer(reward_funcs=brightness, args=short_run(tmp_path / "plain", *PARTS))
     trainer = FlowGRPOTrainer(reward_funcs=patient, args=short_run(tmp_path / "background", *PARTS))
-    trainer.stage.source.image_sampler.score_in_background = True
+    trainer.stage.sampler.score_in_background = True
     decode, drawn = trainer.policy.decode, []
 
     def counted(*given):
@@ -59,7 +59,7 @@ def test_an_error_in_the_background_stops_the_run_and_leaves_nothing_behind(tmp_
         raise RuntimeError("the camera is off")
 
     trainer = FlowGRPOTrainer(reward_funcs=fails, args=short_run(tmp_path, *PARTS))
-    trainer.stage.source.image_sampler.score_in_background = True
+    trainer.stage.sampler.score_in_background = True
     with pytest.raises(ValueError, match=r"reward fails raised RuntimeError on 4 images.*the camera is off"):
         trainer.train()
     assert list((tmp_path / "checkpoints").iterdir())

@@ -10,7 +10,7 @@ from flow_grpo.config.anchors import DecayRamp
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.update import PolicyUpdate
 
-ODE = {"transition": "ode"}
+ODE = {}
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7, 0.2], [0.3, 0.4, -0.8, 0.1], [-0.9, 0.6, 0.5, -0.2]])
 SETTINGS = {"crd": {"beta": 0.7, "advantage_max": 0.8}, "dgpo": {"beta": 20.0}, "pepg": {}, "awm": {}}
 

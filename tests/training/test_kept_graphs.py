@@ -13,9 +13,8 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.memory import apply_memory_settings
 from flow_grpo.training.anchors import add_references, copied_references
-from flow_grpo.training.scored_images import ScoredImages
 from flow_grpo.training.update import PolicyUpdate
-from flow_grpo.types import Scores, Trajectory
+from flow_grpo.types import Trajectory
 
 WINDOW = [0, 1]
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7], [0.0, 0.0, 0.0], [-1.2, 0.9, 0.1], [0.3, 0.4, -0.8]])
@@ -26,7 +25,7 @@ OF_RANKS = SOME, SILENT
 
 def settings(keep, **changes):
     both = {"prompts_per_step": 4, "images_per_prompt": 3, "microbatch": 4, **changes}
-    return small.settings(**{**both, "sampling": {"keep_graphs": keep, **changes.get("sampling", {})}})
+    return small.settings(**{**both, "objective": {"keep_graphs": keep, **changes.get("objective", {})}})
 
 
 def updated(keep, advantage=SOME, calls=None, before=lambda experience: None, policy=None, processes=None, **changes):
@@ -60,7 +59,7 @@ def updated(keep, advantage=SOME, calls=None, before=lambda experience: None, po
 @pytest.mark.parametrize("microbatch", [2, 4, 12])
 @pytest.mark.parametrize("transition", ["cps", "flow_sde"])
 def test_the_gradient_is_the_replays_to_the_last_bit(microbatch, transition):
-    kept, replayed = (updated(keep, microbatch=microbatch, sampling={"transition": transition}) for keep in (True, False))
+    kept, replayed = (updated(keep, microbatch=microbatch, objective={"transition": transition}) for keep in (True, False))
     assert kept[0] == replayed[0]
     assert kept[0]["ratio/first_update_max_deviation"] == 0
     assert replayed[1].abs().max() > 0
@@ -78,23 +77,23 @@ def check_equal(kept, replayed, *others):
 BY_STEP = SOME[..., None] * torch.tensor([1.0, -0.5])  # as a critic has it
 EMA = {"to": "ema", "weight": 2.0, "decay": 0.3, "kl": "velocity"}
 GUIDED = {"to": "guided", "weight": 0.7, "guidance": 4.5}
-SDE = {"transition": "flow_sde"}
 
 
-@pytest.mark.parametrize(("objective", "sampling", "advantage"), [
-    ({"name": "reinforce", "step_weight": "std"}, {}, SOME),
-    ({"name": "grpo_guard"}, {}, SOME),
-    ({"name": "dppo"}, {}, SOME),
-    ({"name": "ppo"}, {}, BY_STEP),
-    ({"kl": "gaussian", "kl_weight": 3.0}, {}, SOME),
-    ({"kl": "velocity", "kl_weight": 3.0}, {}, SOME),
-    ({"kl": "k3", "kl_weight": 1e4}, {}, SOME),
-    ({"kl": "flow_grpo", "kl_weight": 3.0}, SDE, SOME),
-    ({"anchors": [EMA, GUIDED]}, {}, SOME),
+@pytest.mark.parametrize(("objective", "advantage"), [
+    ({"name": "reinforce", "step_weight": "std"}, SOME),
+    ({"name": "grpo_guard"}, SOME),
+    ({"name": "dppo"}, SOME),
+    ({"name": "ppo"}, BY_STEP),
+    ({"kl": "gaussian", "kl_weight": 3.0}, SOME),
+    ({"kl": "velocity", "kl_weight": 3.0}, SOME),
+    ({"kl": "k3", "kl_weight": 1e4}, SOME),
+    ({"transition": "flow_sde", "kl": "flow_grpo", "kl_weight": 3.0}, SOME),
+    ({"anchors": [EMA, GUIDED]}, SOME),
 ])  # fmt: skip
-def test_so_it_is_with_each_objective_and_anchor(objective, sampling, advantage):
-    kept, replayed = (updated(k, advantage, objective=objective, sampling=sampling) for k in (True, False))
-    check_equal(kept, replayed, *([] if "name" in objective else [updated(True, sampling=sampling)[1]]))
+def test_kept_graphs_equal_the_replay_for_each_objective_and_anchor(objective, advantage):
+    kept, replayed = (updated(k, advantage, objective=objective) for k in (True, False))
+    without = {key: value for key, value in objective.items() if key == "transition"}
+    check_equal(kept, replayed, *([] if "name" in objective else [updated(True, objective=without)[1]]))
 
 
 def test_every_objective_on_steps_is_compared_with_its_replay():
@@ -154,7 +153,7 @@ def test_two_processes_with_different_numbers_of_graphs_have_the_sum_of_their_gr
 def test_what_is_sampled_is_the_same_and_has_no_gradient(shared):
     policy, trajectories = small.policy(), []
     for keep in (True, False):
-        args = settings(keep, sampling={"shared_initial_noise": shared})
+        args = settings(keep, objective={"shared_initial_noise": shared})
         trajectories.append(small.experience(policy, args, SOME, [1, 2]).trajectory)
     for name in ("x", "x_next", "mean", "log_prob", "final"):
         assert torch.equal(getattr(trajectories[0], name), getattr(trajectories[1], name))
@@ -224,9 +223,6 @@ def test_graphs_of_joined_parts_keep_their_places_and_chosen_rows_have_none():
     assert sorted(joined.graphs) == [0, 4, 8, 12, 16, 20]
     assert joined.graphs[16] is whole.graphs[4]
     assert not whole.take(torch.arange(4)).graphs
-    batch = small.PROMPTS.head(4).repeat(3)
-    scored = ScoredImages(batch, whole, Scores(torch.zeros(12), {}), torch.zeros(12, 1))
-    assert ScoredImages.join([scored]).trajectory.graphs == whole.graphs
 
 
 @pytest.mark.parametrize(
@@ -234,15 +230,14 @@ def test_graphs_of_joined_parts_keep_their_places_and_chosen_rows_have_none():
     [
         ({"updates": 2}, "after one update a rollout's graphs are of former weights; set updates=1"),
         ({"epochs": 2}, "epochs=2: after one update"),
-        ({"dynamic_sampling_rounds": 1}, "the graphs of all rounds would stay in memory; set dynamic_sampling_rounds=0"),
         ({"memory": {"shard": "fsdp2"}}, "keep_graphs with memory.shard=fsdp2"),
         (
             {"memory": {"offload": "groups"}},
             "graph would hold copies of blocks' weights on the device; set memory.gradient_checkpointing=true, or keep_graphs",
         ),
         (
-            {"sampling": {"transition": "ode", "keep_graphs": True}, "objective": {"name": "sft"}},
-            "does not use sampling.keep_graphs",
+            {"objective": {"name": "sft"}},
+            "does not use keep_graphs",
         ),
     ],
 )

@@ -42,12 +42,12 @@ class Seen:
         conditioning = policy.encode(experience.batch.prompts)
         v = policy.velocity(t.x[:, k], t.schedule.timesteps[i], conditioning, torch.arange(len(t.x))).double()
         mean, std = sde.transition(
-            args.sampling.transition,
+            args.objective.transition,
             t.x[:, k].double(),
             v,
             sigma,
             after,
-            args.sampling.noise_level,
+            args.objective.noise_level,
             float(t.schedule.sigmas[1]),
         )
         self.v, self.mean, self.std, self.delta = v, mean, float(std), after - sigma
@@ -137,7 +137,7 @@ def test_step_weight_std_weighs_a_step_by_its_std_and_leaves_its_metrics():
 @pytest.mark.parametrize("kl", [None, "gaussian", "flow_grpo", "velocity", "k3"])
 @pytest.mark.parametrize("weighted", ["uniform", "std"])
 def test_each_kl_is_its_formula_and_its_gradient_flows_through_the_policy_of_now(kl, weighted):
-    changes = {"sampling": {"transition": "flow_sde"}, "objective": {"kl": kl, "kl_weight": 3.0, "step_weight": weighted}}
+    changes = {"objective": {"transition": "flow_sde", "kl": kl, "kl_weight": 3.0, "step_weight": weighted}}
     policy, args, experience = collected(**changes)
     for k, loss in enumerate(step_terms(policy, args, experience).losses(torch.arange(6), ALL)):
         seen = Seen(policy, args, experience, k)
@@ -231,7 +231,7 @@ def ended(final, schedule=None):
 def drawn(shape=(1,), prompts=2, images=1, step=0, seed=0, schedule=None, **objective):
     """The loss of a policy that is never called."""
     batch = small.PromptSet(["a"] * prompts, [{}] * prompts).repeat(images)
-    args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", **objective}, seed=seed)
+    args = small.settings(objective={"name": "sft", **objective}, seed=seed)
     final = torch.zeros(len(batch.prompts), *shape)
     rows = torch.arange(len(final))
     experience = Experience(batch, ended(final, schedule), torch.zeros(len(final)), rows, images, torch.arange(prompts), {})
@@ -289,8 +289,9 @@ def finals(name, moved=0.2, kl_weight=0.0, **changes):
     if name == "nft":
         policy.lora.add_adapter_copy("old")
         small.move(policy, 0.3, seed=7, adapter="old")
-    objective = {"name": name, "num_noise_levels": 2, "kl_weight": kl_weight, **changes.pop("objective", {})}
-    args = small.settings(sampling={"transition": "ode"}, objective=objective, microbatch=4, images_per_prompt=4, **changes)
+    own = {"family": "forward_process"} if ":" in name else {}
+    objective = {"name": name, **own, "num_noise_levels": 2, "kl_weight": kl_weight, **changes.pop("objective", {})}
+    args = small.settings(objective=objective, microbatch=4, images_per_prompt=4, **changes)
     advantage = torch.tensor([[1.0, -0.5, -0.7, 0.2], [0.3, 0.4, -0.8, 0.1]])
     experience = small.experience(policy, args, advantage, [])
     conditioning = policy.encode(experience.batch.prompts)
@@ -373,7 +374,7 @@ def test_no_gradient_flows_to_the_base_model_where_all_weights_are_trained():
     policy = small.policy(lora=False)
     policy.enable_full_finetuning()
     policy.trained.store_base_weights("cpu")
-    args = small.settings(sampling={"transition": "ode"}, objective={"name": "sft", "kl_weight": 1.0}, lora=None)
+    args = small.settings(objective={"name": "sft", "kl_weight": 1.0}, lora=None)
     experience = small.experience(policy, args, ADVANTAGE, [])
     terms = small.forward_process_loss(policy, args, experience, policy.encode(experience.batch.prompts), 0)
     noised = terms._noised(0, torch.arange(2))

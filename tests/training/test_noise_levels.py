@@ -101,5 +101,5 @@ def test_noised_latents_lie_between_image_and_noise_and_are_those_that_objective
 )
 def test_settings_of_noise_levels_that_do_not_go_together_are_refused(objective, words):
     with pytest.raises(ValueError, match=words):
-        small.settings(sampling={"transition": "ode"}, objective=objective)
-    small.settings(sampling={"transition": "ode"}, objective={"name": objective["name"]})
+        small.settings(objective=objective)
+    small.settings(objective={"name": objective["name"]})

@@ -23,15 +23,15 @@ from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training import rollouts
 from flow_grpo.training.critic import Critic, gae
+from flow_grpo.training.group_advantages import select_rows
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.optimizer import Optimizer
 from flow_grpo.training.step_loss import ClipRange
 
 BRIGHT = f"{SAMPLE_REWARDS}:brightness"
 OWN = SAMPLE_OBJECTIVES
-ODE = "sampling={steps: 4, transition: ode}"
+FEW_STEPS = "sampling={steps: 4}"
 STEPS = [*ON_STEPS, f"{OWN}:sigmoid"]
 FINALS = [*ON_FINAL_LATENTS, f"{OWN}:matching"]
 
@@ -39,8 +39,9 @@ FINALS = [*ON_FINAL_LATENTS, f"{OWN}:matching"]
 def objective(name: str, **settings) -> list[str]:
     clips = name in ON_STEPS and "clip_low" in OBJECTIVES[name].model_fields
     wide = {"clip_low": 0.1, "clip_high": 0.1} if clips else {}
-    text = json.dumps({"name": name, **wide, **settings})
-    return [f"objective={text}", *([ODE] if name in FINALS else [])]
+    family = {"family": "forward_process"} if name == FINALS[-1] else {}
+    text = json.dumps({"name": name, **family, **wide, **settings})
+    return [f"objective={text}", *([FEW_STEPS] if name in FINALS else [])]
 
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -52,7 +53,7 @@ QUICK = ("grpo", "awm")  # one of steps, one of final latents
 def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition):
     dtype = "bf16" if transition in ("cps", "flow_sde") else "fp32"
     several = [] if name == "reinforce" else ["updates=2", "epochs=2"]
-    run = short_run(tmp_path, *objective(name), f"sampling.transition={transition}", *several, f"dtype={dtype}")
+    run = short_run(tmp_path, *objective(name), f"objective.transition={transition}", *several, f"dtype={dtype}")
     metrics = (FlowGRPOTrainer(args=run) if name == "grpo" else small.trainer(run)).training_step()
     assert metrics["ratio/first_update_max_deviation"] == 0
     assert (metrics["ratio/max_deviation"] > 0) == bool(several), "later updates see a policy that has moved"
@@ -86,7 +87,7 @@ def test_the_critic_learns_the_mean_reward_and_its_advantages_are_normalised(tmp
     trainer = small.trainer(short_run(tmp_path, *objective("ppo"), "images_per_prompt=8", "microbatch=16"))
     losses = [trainer.training_step()["critic/loss"] for _ in range(8)]
     assert losses[-1] < 0.2 * losses[0]
-    advantage = trainer.stage.source.collect(8).advantage
+    advantage = small.collect(trainer, 8).advantage
     assert advantage.shape == (16, 3)
     assert abs(float(advantage.mean())) < 1e-5
     assert float(advantage.std(correction=0)) == pytest.approx(1, abs=2e-2)
@@ -122,7 +123,7 @@ def test_step_weight_std_multiplies_the_gradient_of_a_step_by_its_std(tmp_path):
     for weight in ("uniform", "std"):
         trainer = small.trainer(short_run(tmp_path / weight, one, f"objective.step_weight={weight}"))
         norms.append(trainer.training_step()["grad_norm"])
-    std = float(trainer.stage.source.image_sampler.schedule.sigmas[2]) * math.sin(0.8 * math.pi / 2)
+    std = float(trainer.stage.sampler.schedule.sigmas[2]) * math.sin(0.8 * math.pi / 2)
     assert norms[1] / norms[0] == pytest.approx(std, rel=1e-4)
 
 
@@ -162,7 +163,7 @@ def test_the_published_kl_is_the_gaussian_one_times_the_length_of_the_step(tmp_p
         run = short_run(tmp_path / kl, one, f"objective.kl={kl}", "objective.kl_weight=1e-9", "updates=2")
         trainer = small.trainer(run)
         metrics[kl] = trainer.training_step()["kl"]
-    sigmas = trainer.stage.source.image_sampler.schedule.sigmas
+    sigmas = trainer.stage.sampler.schedule.sigmas
     assert metrics["flow_grpo"] / metrics["gaussian"] == pytest.approx(float(sigmas[1] - sigmas[2]), rel=1e-3)
 
 
@@ -199,10 +200,9 @@ def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed
 
 
 @pytest.mark.parametrize("name", ["ppo", "dppo"])
-def test_prompt_skipping_resampling_and_the_critic_resume_exactly(tmp_path, name):
+def test_the_curriculum_and_the_critic_resume_exactly(tmp_path, name):
     common = [
-        "dynamic_sampling_rounds=2",
-        "prompt_skipping={patience: 1, steps: 2}",
+        "prompt_weights=variance",
         "save_every=1",
         "steps=4",
         "evaluation.every=2",
@@ -222,52 +222,13 @@ def half_flat(images, prompts):
     return torch.where(torch.tensor([len(p) % 2 == 0 for p in prompts]), torch.zeros(()), values)
 
 
-def test_resampling_draws_prompts_until_every_group_has_signal(tmp_path):
-    args = short_run(tmp_path, "dynamic_sampling_rounds=20", "evaluation.prompts=null")
-    trainer = small.trainer(args, reward_funcs=half_flat)
-    rounds = []
-    for step in range(6):
-        experience = trainer.stage.source.collect(step)
-        rounds.append(experience.metrics["dynamic_sampling/rounds"])
-        assert len(experience.batch.prompts) == len(experience.trajectory.final) == 8 * rounds[-1], (
-            "all that was drawn, in its place"
-        )
-        assert len(experience.groups) == 2
-        assert experience.batch.group[experience.rows].unique().tolist() == experience.groups.tolist()
-        assert all(len(experience.batch.prompts[row]) % 2 for row in experience.rows)
-        assert len(experience.rows) == 8
-        assert not experience.advantage[~torch.isin(experience.batch.group, experience.groups)].any()
-    assert max(rounds) > 1
-
-
-def test_resampling_stops_at_its_bound_and_fills_up(tmp_path):
-    args = short_run(tmp_path, "dynamic_sampling_rounds=2", "evaluation.prompts=null")
-    trainer = small.trainer(args, reward_funcs=lambda images, prompts: [0.5] * len(prompts))
-    experience = trainer.stage.source.collect(0)
-    assert experience.metrics["dynamic_sampling/rounds"] == 3
-    assert experience.metrics["frac_reward_zero_std"] == 1
-    assert (len(experience.groups), len(experience.rows)) == (2, 0)
-
-
-def test_images_of_further_rounds_start_from_noise_of_their_own(tmp_path):
-    """The groups of a second round are numbered on, so no picture repeats the noise of the first."""
-    trainer = small.trainer(short_run(tmp_path))
-    one = trainer.stage.source.image_sampler.trajectory(0, trainer.prompt_sampler.prompts.take([0, 1], 4), [1])
-    other = trainer.stage.source.image_sampler.trajectory(
-        0, trainer.prompt_sampler.prompts.take([0, 1], 4, first_group=2), [1]
-    )
-    assert not torch.isclose(one.final, other.final).all(dim=(1, 2, 3)).any()
-
-
-def test_prompts_that_say_nothing_rest(tmp_path):
-    args = short_run(tmp_path, "prompt_skipping={patience: 1, steps: 50}", "prompts_per_step=2", "evaluation.prompts=null")
+def test_the_curriculum_samples_prompts_without_signal_less_often(tmp_path):
+    args = short_run(tmp_path, "prompt_weights=variance", "prompts_per_step=2", "evaluation.prompts=null")
     trainer = small.trainer(args, reward_funcs=half_flat, train_dataset=[f"word {'x' * n}" for n in range(12)])
-    seen = [trainer.stage.source.collect(step) for step in range(9)]
-    silent = [p for experience in seen for p in set(experience.batch.prompts) if len(p) % 2 == 0]
-    spoken = [p for experience in seen for p in set(experience.batch.prompts) if len(p) % 2]
-    assert len(silent) == len(set(silent)), "once silent, a prompt is not asked again within 50 steps"
-    assert len(spoken) > len(set(spoken))
-    assert seen[-1].metrics["num_prompts_skipped"] == len(silent)
+    seen = [prompt for step in range(24) for prompt in set(small.collect(trainer, step).batch.prompts)]
+    silent = [prompt for prompt in seen if len(prompt) % 2 == 0]
+    assert set(silent) == {f"word {'x' * n}" for n in range(1, 12, 2)}, "each was tried"
+    assert len(silent) < len(seen) / 3
 
 
 def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp_path, capsys):
@@ -275,7 +236,7 @@ def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp
     rewards = f"rewards={{'{BRIGHT}': 1, '{flaky}:sometimes_nan': {{weight: 1, on_error: drop}}}}"
     common = ["prompts_per_step=4", "microbatch=4", "evaluation.prompts=null", "objective.advantage=batch_std"]
     trainer = small.trainer(short_run(tmp_path / "run", rewards, *common))
-    experience = trainer.stage.source.collect(0)
+    experience = small.collect(trainer, 0)
     dropped = [g for g in range(4) if "U" in experience.batch.prompts[4 * g]]
     assert 0 < len(dropped) < 4, "the example must drop some groups and keep some"
     kept = ~torch.isin(experience.batch.group, torch.tensor(dropped))
@@ -312,7 +273,7 @@ def test_a_dropped_reward_of_weight_0_spoils_nothing(tmp_path):
     flaky = SAMPLE_REWARDS
     rewards = f"rewards={{'{BRIGHT}': 1, '{flaky}:sometimes_nan': {{weight: 0, on_error: drop}}}}"
     run = short_run(tmp_path, rewards, "prompts_per_step=4", "microbatch=4", "evaluation.prompts=null")
-    experience = small.trainer(run).stage.source.collect(0)
+    experience = small.collect(small.trainer(run), 0)
     assert len(experience.rows) == 16
     assert math.isfinite(experience.metrics["rewards/sometimes_nan/mean"])
 
@@ -339,7 +300,7 @@ def test_several_rewards_report_their_shares_of_the_advantage(tmp_path):
 def test_an_own_objective_and_an_own_advantage_by_file(tmp_path):
     own = objective(f"{OWN}:sigmoid", options={"sharpness": 2.0}, advantage=f"{OWN}:sign")
     trainer = small.trainer(short_run(tmp_path, *own))
-    experience = trainer.stage.source.collect(0)
+    experience = small.collect(trainer, 0)
     assert set(experience.advantage.tolist()) <= {-1.0, 1.0}
     assert trainer.training_step()["grad_rms"] > 0
     assert len(SAMPLE_OBJECTIVES.read_text().split("def matching")[0].split("def sigmoid")[1].splitlines()) < 20
@@ -380,7 +341,7 @@ def test_a_solver_of_order_2_draws_the_rollouts(tmp_path, name, solver, more):
     for one in ("euler", solver):
         run = short_run(tmp_path / one, *objective(name), f"sampling.solver={one}", *more)
         trainer = small.trainer(run)
-        finals[one] = trainer.stage.source.collect(0).trajectory.final
+        finals[one] = small.collect(trainer, 0).trajectory.final
         assert trainer.training_step().get("ratio/first_update_max_deviation", 0) == 0
     distance = (finals["euler"] - finals[solver]).abs().mean()
     assert 0 < float(distance) < 0.5
@@ -415,7 +376,7 @@ def test_supervised_fine_tuning_then_grpo_is_one_run(tmp_path):
     """The second stage is bit-identical to a run of its own that starts from the first one's adapter."""
     pictures(tmp_path / "pictures")
     stages = [
-        {"steps": 2, "objective": {"name": "sft", "dataset": str(tmp_path / "pictures")}, "sampling": {"transition": "ode"}},
+        {"steps": 2, "objective": {"name": "sft", "dataset": str(tmp_path / "pictures")}},
         {"steps": 2, "objective": {"name": "grpo"}},
     ]
     args = short_run(tmp_path / "whole", f"stages={json.dumps(stages)}", "save_every=1")
@@ -456,7 +417,7 @@ def test_a_run_can_be_stopped_and_resumed_in_the_first_step_of_a_stage(tmp_path)
 
 def test_nft_after_another_stage_begins_with_that_stages_policy_as_the_old_one(tmp_path):
     stages = [{"steps": 2, "objective": {"name": "sft"}}, {"steps": 2, "objective": {"name": "nft"}}]
-    trainer = small.trainer(short_run(tmp_path, ODE, f"stages={json.dumps(stages)}"))
+    trainer = small.trainer(short_run(tmp_path, FEW_STEPS, f"stages={json.dumps(stages)}"))
     for _ in range(2):
         trainer.training_step()
     trained = trainer.policy.adapter_state()
@@ -574,7 +535,7 @@ def test_a_grid_can_be_learned_from(tmp_path):
     prompts, images = pictures(tmp_path / "pictures")
     save_grid(tmp_path / "sheet.png", images, [ImageInfo(p, 0, "tiny") for p in prompts], columns=2)
     run = short_run(tmp_path / "run", *objective("sft", dataset=str(tmp_path / "sheet.png")))
-    experience = small.trainer(run).stage.source.collect(0)
+    experience = small.collect(small.trainer(run), 0)
     assert set(experience.batch.prompts) == set(prompts)
 
 
@@ -582,9 +543,9 @@ def test_best_and_worst_are_chosen_among_groups_with_signal():
     reward = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.3, 0.3, 2.0, 3.0, 1.0])
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     signal = group != 1
-    assert rollouts.select_rows("best", reward, group, signal)[0].tolist() == [1, 7]
-    assert rollouts.select_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
-    rows, per_group = rollouts.select_rows("all", reward, group, signal)
+    assert select_rows("best", reward, group, signal)[0].tolist() == [1, 7]
+    assert select_rows("best_and_worst", reward, group, signal)[0].tolist() == [1, 0, 7, 8]
+    rows, per_group = select_rows("all", reward, group, signal)
     assert (rows.tolist(), per_group) == ([0, 1, 2, 6, 7, 8], 3)
 
 
@@ -592,38 +553,29 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
     for stages, words in (
         ([{"objective": {"name": "nft"}}], "stage 1 has no steps"),
         ([{"steps": 2, "model": "other"}], "stage 1 can't set model"),
-        ([{"steps": 2, "objective": {"name": "nft"}, "sampling": {"transition": "cps"}}], "set sampling.transition=ode"),
-        (
-            [{"steps": 2, "objective": {"name": "sft", "dataset": "x"}, "sampling": {"transition": "ode"}}],
-            "set dynamic_sampling_rounds=0",
-        ),
+        ([{"steps": 2, "objective": {"name": "nft", "transition": "cps"}}], "nft does not use transition"),
+        ([{"steps": 2, "objective": {"name": "sft", "dataset": "x"}}], "set prompt_weights=uniform"),
     ):
         with pytest.raises(ValueError, match=words):
             FlowGRPOConfig.from_yaml(
-                "tiny_grpo", [f"stages={json.dumps(stages)}", "dynamic_sampling_rounds=1", "sampling.keep_graphs=false"]
+                "tiny_grpo", [f"stages={json.dumps(stages)}", "prompt_weights=variance", "objective.keep_graphs=false"]
             )
 
 
 def test_a_stage_has_what_is_its_own(tmp_path):
-    """Micro-batches that divide its rows, and no resampling of given images."""
-    first = {
-        "steps": 2,
-        "objective": {"name": "sft", "dataset": "x"},
-        "sampling": {"transition": "ode"},
-        "dynamic_sampling_rounds": 0,
-    }
+    """Micro-batches that divide its rows."""
+    first = {"steps": 2, "objective": {"name": "sft", "dataset": "x"}}
     second = {"steps": 4, "prompts_per_step": 3}
     both = [
-        "sampling.keep_graphs=false",
-        "dynamic_sampling_rounds=1",
+        "objective.keep_graphs=false",
         "microbatch=auto",
         "prompts_per_step=8",
         "images_per_prompt=6",
     ]
-    both += ["sampling.keep_graphs=false"]
+    both += ["objective.keep_graphs=false"]
     given = FlowGRPOConfig.from_yaml("tiny_grpo", [*both, f"stages={json.dumps([first, second])}"])
     parts = [part for _, part in given.resolved_stages()]
-    assert [(part.dynamic_sampling_rounds, part.microbatch) for part in parts] == [(0, 48), (1, 18)]
+    assert [part.microbatch for part in parts] == [48, 18]
     assert [stage.get("microbatch") for stage in given.stages] == [None, 18]
     assert FlowGRPOConfig.model_validate(yaml.safe_load(given.to_yaml())) == given, "as a run folder keeps it"
 
@@ -631,9 +583,9 @@ def test_a_stage_has_what_is_its_own(tmp_path):
 def test_per_step_credit_is_given_where_the_images_of_a_prompt_part(tmp_path):
     """One noise for a group up to the trained step; the update replays it exactly, and learns."""
     window = "window: {schedule: fixed, size: 1, first_step: 1}"
-    settings = f"sampling={{steps: 4, transition: cps, noise_level: 0.8, shared_initial_noise: true, {window}}}"
-    trainer = small.trainer(short_run(tmp_path, settings))
-    experience = trainer.stage.source.collect(0).trajectory
+    settings = f"objective={{name: grpo, transition: cps, noise_level: 0.8, shared_initial_noise: true, {window}}}"
+    trainer = small.trainer(short_run(tmp_path, "sampling.steps=4", settings))
+    experience = small.collect(trainer, 0).trajectory
     states = experience.x[:, 0].view(2, 4, *experience.x.shape[2:])
     assert torch.equal(states, states[:, :1].expand_as(states)), "the same picture so far"
     assert (experience.final[0] - experience.final[1]).abs().max() > 0.01

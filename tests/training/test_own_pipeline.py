@@ -50,7 +50,7 @@ def test_the_settings_of_a_given_policy_are_those_of_the_run(tmp_path, capsys):
 def test_a_policy_that_was_trained_is_trained_on_and_the_run_says_so(tmp_path, capsys):
     policy = small.policy(lora=False)
     for name in ("first", "second"):
-        args = settings(tmp_path / name, objective={"name": "nft"}, sampling={"transition": "ode"})
+        args = settings(tmp_path / name, objective={"name": "nft"})
         FlowGRPOTrainer(policy, brightness, args, train_dataset=["a", "b"]).train()
         assert ("it goes on from the LoRA that the policy has" in capsys.readouterr().out) is (name == "second")
 

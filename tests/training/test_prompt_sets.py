@@ -11,10 +11,10 @@ from support.thread_processes import run_as_processes
 
 from flow_grpo import FlowGRPOTrainer
 from flow_grpo.data.prompt_mixture import join_sets, sampler_of
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.training.group_advantages import contribution_metrics
-from flow_grpo.training.rollouts import RolloutSource
 
 BRIGHT = small.PromptSet(["a cat", "a dog", "a sun", "a owl"], [{"prompt_set": "bright", "rewards": {"mean": None}}] * 4)
 SHARP = small.PromptSet(
@@ -46,9 +46,8 @@ def collect(processes=None, advantage="grpo", drop=(), prompts=MIXTURE, **functi
     rewards = {"mean": mean, "detail": detail, "measured": measured, **functions}
     weighted = WeightedSum(rewards, {"mean": 1.0, "detail": 1.0, "measured": 0.0}, drop)
     args = small.settings(prompts_per_step=4, objective={"advantage": advantage})
-    rolls = RolloutSource(
-        small.policy(), args, sampler_of(prompts, 1), weighted, window=lambda step: [0, 2], processes=processes
-    )
+    rolls = small.rollouts(small.policy(), args, [0, 2], weighted, processes=processes or Processes())
+    rolls.prompt_sampler = sampler_of(prompts, 1)
     return rolls, rolls.collect(3)
 
 

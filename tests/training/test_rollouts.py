@@ -13,15 +13,14 @@ from support.run_contents import MEASURED
 
 from flow_grpo import advantages, sampling
 from flow_grpo.config.objective import CriticConfig
-from flow_grpo.data.prompts import PromptSampler
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.sampling import SOLVERS
 from flow_grpo.training.critic import Critic
-from flow_grpo.training.group_advantages import GroupAdvantages
+from flow_grpo.training.group_advantages import GroupAdvantages, select_rows
 from flow_grpo.training.interrupt import Interrupted, wait_for
-from flow_grpo.training.rollouts import RolloutSource, select_rows
-from flow_grpo.types import Scores
+from flow_grpo.training.rollouts import ImageSampler
 
 WINDOW = [0, 2]
 SCRIPT = {  # what the images of each prompt get, in their order
@@ -122,7 +121,7 @@ def test_a_rollout_is_scored_and_solved_as_the_settings_say():
     std = t.schedule.sigmas[2] * math.sin(0.3 * math.pi / 2)
     assert float(residual.mean()) == pytest.approx(float(std**2), rel=0.3)
     ode = {"objective": {"name": "sft"}, "window": []}
-    euler, *others = (source(sampling={"transition": "ode", "solver": s}, **ode) for s in SOLVERS)
+    euler, *others = (source(sampling={"solver": s}, **ode) for s in SOLVERS)
     one = euler.image_sampler.trajectory(0, batch, []).final
     for rolls in others:
         assert 1e-3 < float((rolls.image_sampler.trajectory(0, batch, []).final - one).abs().mean()) < 0.5
@@ -130,7 +129,7 @@ def test_a_rollout_is_scored_and_solved_as_the_settings_say():
 
 @pytest.mark.parametrize(("which", "adapter"), [("trained", "default"), ("old", "old")])
 def test_images_are_drawn_by_the_policy_that_the_settings_name(which, adapter):
-    policy, batch, ode = small.policy(), small.PROMPTS.take([4, 2], 3), {"steps": 4, "transition": "ode"}
+    policy, batch, ode = small.policy(), small.PROMPTS.take([4, 2], 3), {"steps": 4}
     policy.lora.add_adapter_copy("old")
     small.move(policy, seed=1)
     rolls = source(policy, objective={"name": "nft", "rollout_policy": which}, sampling=ode, window=[])
@@ -283,7 +282,7 @@ def opposite(images, prompts):
 ])  # fmt: skip
 def test_which_groups_have_signal_is_the_advantages_own_matter(name, advantage, silent):
     """Of two rewards that cancel, gdpo sees both; reinforce_pp compares with the whole batch; sft and dpo choose by the sum."""
-    ode = {"sampling": {"transition": "ode"}, "window": []} if name in ("sft", "dpo") else {}
+    ode = {"window": []} if name in ("sft", "dpo") else {}
     objective = {"name": name, "advantage": advantage}
     experience = source(prompts=FOUR, rewards={"opposite": opposite}, objective=objective, **ode).collect(0)
     assert {p for i, p in enumerate(experience.batch.prompts) if i not in experience.rows and name == "grpo"} <= silent
@@ -292,17 +291,23 @@ def test_which_groups_have_signal_is_the_advantages_own_matter(name, advantage, 
 
 
 @pytest.mark.parametrize(("advantage", "silent"), [("grpo", {"a cat", "a dog", "a owl"}), ("gdpo", {"a dog"})])
-def test_groups_that_are_counted_and_skipped_are_those_without_signal(advantage, silent):
-    skipping = {"patience": 2, "steps": 9}
-    objective = {"advantage": advantage}
-    rolls = source(prompts=FOUR, rewards={"opposite": opposite}, objective=objective, prompt_skipping=skipping)
+def test_groups_without_signal_are_counted_by_the_advantages_own_rewards(advantage, silent):
+    rolls = source(prompts=FOUR, rewards={"opposite": opposite}, objective={"advantage": advantage})
     assert rolls.collect(0).metrics["frac_reward_zero_std"] == len(silent) / 4
-    assert {prompt for prompt, streak in rolls.prompt_sampler.zero_std_streak.items() if streak} == silent
+
+
+def test_the_curriculum_sees_the_variance_of_scored_groups():
+    rolls = source(prompts=some("cat", "dog", "sun", "boat"), prompt_weights="variance")
+    rolls.collect(0)
+    expected = {
+        p: float(torch.tensor(SCRIPT[p]).var(correction=0)) for p in ("a cat", "a dog", "a sun")
+    }  # a reward of a boat is NaN
+    assert rolls.prompt_sampler.variance == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_best_and_the_worst_of_a_group_by_the_sum_are_what_is_copied_and_compared(name):
-    ode = {"sampling": {"transition": "ode"}, "window": []}
+    ode = {"window": []}
     experience = source(prompts=FOUR, objective={"name": name}, **ode).collect(0)
     values, expected = columns(experience), []
     for p, row in enumerate(values):
@@ -381,119 +386,6 @@ def test_a_step_of_which_nothing_is_left_says_so():
         assert experience.rows_per_group == 3
 
 
-# -- further rounds, and skipped prompts --------------------------------------------------------------------------------------
-
-
-def recorded_samples(rolls):
-    """What the sampler is asked for: prompts and the number of the first group, of each round."""
-    asked, sample = [], rolls.prompt_sampler.sample
-
-    def recording(step, prompts, images, first_group=0):
-        asked.append((step, prompts, images, first_group))
-        return sample(step, prompts, images, first_group)
-
-    rolls.prompt_sampler.sample = recording
-    return asked
-
-
-class Rounds:
-    """A reward by rounds of rollouts: in each, whether the groups are silent ('s'), lost ('l') or have signal (any digit)."""
-
-    def __init__(self, *rounds):
-        self.rounds, self.calls = rounds, 0
-
-    def __call__(self, images, prompts):
-        kinds = self.rounds[self.calls]
-        self.calls += 1
-        table = {"s": [0.5] * 3, "l": [0.1, math.nan, 0.3], "1": [0.1, 0.5, 0.6]}
-        return [value for kind in kinds for value in table[kind]]
-
-
-@pytest.mark.parametrize(("rounds", "counts", "chosen"), [
-    (["1111"], [4], [0, 1, 2, 3]),
-    (["1s11", "s1"], [4, 2], [0, 2, 3, 5]),
-    (["1s11", "ss", "1s"], [4, 2, 2], [0, 2, 3, 6]),
-    (["ssls", "1ss1", "ss"], [4, 4, 2], [4, 7, 0, 1]),
-    (["llsl", "llll", "lsls"], [4, 4, 4], [2, 9, 11, 0]),
-    (["sss1", "111l"], [4, 4], [3, 4, 5, 6]),
-])  # fmt: skip
-def test_rounds_go_on_until_all_groups_have_signal_and_the_rest_fills_up(rounds, counts, chosen):
-    """Silent groups fill the step up before lost ones, in the order they were drawn; a round fills micro-batches."""
-    rolls = source(dynamic_sampling_rounds=2, drop=("main",))
-    rolls.rewards.rewards["main"] = Rounds(*rounds)
-    asked = recorded_samples(rolls)
-    experience = rolls.collect(7)
-    assert asked == [(7, count, 3, sum(counts[:i])) for i, count in enumerate(counts)]
-    assert len(experience.batch.prompts) == len(experience.trajectory.final) == len(experience.advantage) == 3 * sum(counts)
-    assert experience.batch.group.tolist() == [g for g in range(sum(counts)) for _ in range(3)]
-    kinds = "".join(rounds)
-    assert experience.groups.tolist() == sorted(g for g in chosen if kinds[g] != "l")
-    speak = sorted(g for g in chosen if kinds[g] == "1")
-    assert experience.rows.tolist() == [3 * g + i for g in speak for i in range(3)]
-    outside = torch.ones(len(kinds), dtype=torch.bool)
-    outside[speak] = False
-    assert not experience.advantage.view(-1, 3)[outside].any()
-    assert experience.metrics["dynamic_sampling/rounds"] == len(counts)
-    assert experience.metrics["images"] == 3 * sum(counts)
-    assert experience.metrics.get("frac_reward_dropped", 0.0) == pytest.approx(kinds.count("l") / len(kinds))
-    if set(kinds) != {"l"}:
-        assert experience.metrics["frac_reward_zero_std"] == pytest.approx(
-            kinds.count("s") / (len(kinds) - kinds.count("l"))
-        )
-
-
-@pytest.mark.parametrize(("microbatch", "processes", "count"), [(12, 1, 4), (6, 1, 2), (4, 1, 4), (3, 1, 1), (3, 2, 2)])
-def test_a_further_round_fills_the_micro_batches_of_all_processes(microbatch, processes, count):
-    rolls = source(dynamic_sampling_rounds=1, microbatch=microbatch)
-    rolls.rewards.rewards["main"] = Rounds("111s", "s" * count)
-    if processes == 2:
-        share(rolls, small.Two(lambda scores: scores))
-        rolls.rewards.rewards["main"] = Rounds("1s", "s")
-        rolls.processes.other = silent_once()
-    asked = recorded_samples(rolls)
-    rolls.collect(0)
-    assert [prompts for _, prompts, _, _ in asked] == [4, count]
-
-
-def silent_once():
-    """The other process's scores: two groups with signal at first, then a silent one."""
-    table = iter([[0.1, 0.5, 0.6] * 2, [0.5] * 3])
-
-    def scores(own):
-        values = torch.tensor(next(table))
-        return Scores(values, {"main": values})
-
-    return scores
-
-
-def test_without_further_rounds_no_metric_counts_them():
-    rolls = source()
-    rolls.rewards.rewards["main"] = Rounds("ssss", "1111")
-    experience = rolls.collect(0)
-    assert rolls.rewards.rewards["main"].calls == 1
-    assert "dynamic_sampling/rounds" not in experience.metrics
-    assert "num_prompts_skipped" not in experience.metrics
-    assert experience.groups.tolist() == [0, 1, 2, 3]
-
-
-def test_silent_prompts_rest_and_lost_ones_do_not():
-    rolls = source(prompt_skipping={"patience": 1, "steps": 3})
-    rolls.rewards.rewards["main"] = Rounds("1sls")
-    experience = rolls.collect(4)
-    silent = [experience.batch.prompts[3 * p] for p in (1, 3)]
-    assert rolls.prompt_sampler.skipped_until == dict.fromkeys(silent, 4 + 1 + 3)
-    assert experience.metrics["num_prompts_skipped"] == 2
-    assert rolls.prompt_sampler.zero_std_streak[experience.batch.prompts[0]] == 0
-    assert experience.batch.prompts[6] not in rolls.prompt_sampler.zero_std_streak
-
-
-def test_the_number_of_skipped_prompts_is_that_of_the_next_step():
-    rolls = source(prompt_skipping={"patience": 1, "steps": 3})
-    rolls.prompt_sampler.skipped_until = {"x": 5, "y": 6}
-    rolls.rewards.rewards["main"] = Rounds("1111")
-    assert rolls.collect(4).metrics["num_prompts_skipped"] == 1
-
-
 # -- the critic -------------------------------------------------------------------------------------------------------------
 
 
@@ -559,15 +451,11 @@ def test_images_are_scored_in_parts_of_whole_groups_and_micro_batches_where_that
 
 def test_on_a_cpu_only_what_other_machines_score_is_scored_in_the_background():
     far, near = {"remote": "http://127.0.0.1:1"}, {"weight": 1.0}
-    policy = small.policy()
+    policy, none = small.policy(), WeightedSum({}, {})
     for rewards, expected in (({"a": far}, True), ({"a": far, "b": near}, False), ({"b": near}, False)):
-        rolls = RolloutSource(policy, small.settings(rewards=rewards), PromptSampler(small.PROMPTS, 0), None, window=None)
-        assert rolls.image_sampler.score_in_background == expected
-        assert rolls.processes.world_size == 1
+        assert ImageSampler(policy, small.settings(rewards=rewards), none, Processes()).score_in_background == expected
     elsewhere = SimpleNamespace(device=torch.device("cuda"), schedule=policy.schedule)
-    assert RolloutSource(
-        elsewhere, small.settings(rewards={"b": near}), PromptSampler(small.PROMPTS, 0), None, window=None
-    ).image_sampler.score_in_background
+    assert ImageSampler(elsewhere, small.settings(rewards={"b": near}), none, Processes()).score_in_background
 
 
 def test_a_reward_that_fails_leaves_no_thread_behind():
@@ -627,19 +515,17 @@ def test_the_seconds_of_a_step_are_those_of_its_parts(monkeypatch):
 
         return slow
 
-    rolls = source(dynamic_sampling_rounds=1)
-    rolls.rewards.rewards["main"] = Rounds("111s", "ss", "1111")
+    rolls = source()
     rolls.image_sampler.trajectory = takes(5.0, rolls.image_sampler.trajectory)
     rolls.policy.decode = takes(3.0, rolls.policy.decode)
-    monkeypatch.setattr("flow_grpo.training.image_sampler.wait_for", takes(4.0, wait_for))
+    monkeypatch.setattr("flow_grpo.training.rollouts.wait_for", takes(4.0, wait_for))
     monkeypatch.setattr(GroupAdvantages, "__call__", takes(2.0, GroupAdvantages.__call__))
     together = rolls.processes.gather_or_raise
     rolls.image_sampler.processes.gather_or_raise = takes(7.0, together)
-    for step, rounds in ((0, 2), (1, 1)):
+    for step in range(2):
         with rolls.policy.meter.step():
             rolls.collect(step)
-        spent = {"rollout": 5.0, "decode": 3.0, "reward": 4.0, "wait": 7.0}
-        spent = {name: seconds * rounds for name, seconds in spent.items()} | {"advantage": 2.0}
+        spent = {"rollout": 5.0, "decode": 3.0, "reward": 4.0, "wait": 7.0, "advantage": 2.0}
         assert {name: seconds for name, seconds in rolls.policy.meter.seconds().items() if seconds} == spent
 
 

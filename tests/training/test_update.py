@@ -277,7 +277,7 @@ def test_an_update_without_signal_moves_nothing_and_is_counted_in_the_loss():
 
 
 def test_the_loss_of_several_noise_levels_is_their_mean():
-    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "awm", "num_noise_levels": 3})
+    policy, args, ours = made(objective={"name": "awm", "num_noise_levels": 3})
     given = small.experience(policy, args, ADVANTAGE, [])
     terms = small.forward_process_loss(policy, args, given, policy.encode(given.batch.prompts), 4)
     values = torch.stack([loss.value for loss in terms.losses(torch.arange(12), torch.ones(12, dtype=torch.bool))])
@@ -292,7 +292,7 @@ def test_the_loss_of_several_noise_levels_is_their_mean():
 def test_the_noise_of_an_objective_on_images_is_that_of_its_training_step():
     losses = []
     for step in (0, 1):
-        policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"})
+        policy, args, ours = made(objective={"name": "sft"})
         losses.append(ours(small.experience(policy, args, ADVANTAGE, []), step)["sft/error"])
     assert losses[0] != pytest.approx(losses[1], rel=1e-3)
 
@@ -306,9 +306,7 @@ def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
     policy.lora.add_adapter_copy("old")
     small.move(policy, 0.3, seed=9, adapter="old")
     objective = {"name": "nft", "old_policy_decay": decay}
-    _, args, ours = made(
-        policy=policy, sampling={"transition": "ode"}, objective=objective, updates=2, optimizer={"lr": 0.1}
-    )
+    _, args, ours = made(policy=policy, objective=objective, updates=2, optimizer={"lr": 0.1})
     old = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]).clone()
     for step in (0, 1):
         before = trained(policy)
@@ -322,7 +320,7 @@ def test_the_old_policy_of_nft_follows_once_a_step_after_its_updates(decay):
 def test_other_objectives_leave_an_old_policy_alone():
     policy = small.policy()
     policy.lora.add_adapter_copy("old")
-    _, args, ours = made(policy=policy, sampling={"transition": "ode"}, objective={"name": "awm"}, optimizer={"lr": 0.1})
+    _, args, ours = made(policy=policy, objective={"name": "awm"}, optimizer={"lr": 0.1})
     old = torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]).clone()
     ours(small.experience(policy, args, ADVANTAGE, []), 0)
     assert torch.equal(torch.cat([p.detach().flatten() for p in policy.trainable_parameters("old").values()]), old)
@@ -356,7 +354,7 @@ def test_another_processs_ratio_is_ones_own():
 
 
 def test_an_objective_that_compares_with_nothing_has_no_ratio_to_check():
-    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"})
+    policy, args, ours = made(objective={"name": "sft"})
     depends_on_place(policy)
     metrics = ours(small.experience(policy, args, ADVANTAGE, []), 0)
     assert "ratio/first_update_max_deviation" not in metrics
@@ -364,14 +362,14 @@ def test_an_objective_that_compares_with_nothing_has_no_ratio_to_check():
 
 
 def test_a_single_row_is_enough_for_an_update():
-    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"})
+    policy, args, ours = made(objective={"name": "sft"})
     given = small.experience(policy, args, ADVANTAGE, [])
     given = given.__class__(**{**vars(given), "rows": torch.tensor([5]), "rows_per_group": 1})
     assert ours(given, 0)["grad_norm"] > 0
 
 
 def test_rows_are_adjacent_where_nothing_is_compared():
-    policy, args, ours = made(sampling={"transition": "ode"}, objective={"name": "sft"}, microbatch=3)
+    policy, args, ours = made(objective={"name": "sft"}, microbatch=3)
     given, sizes, velocity = small.experience(policy, args, ADVANTAGE, []), [], policy.velocity
     given = given.__class__(**{**vars(given), "rows": torch.tensor([0, 4, 8]), "rows_per_group": 1})
     policy.velocity = lambda x, *rest: sizes.append(len(x)) or velocity(x, *rest)

@@ -18,7 +18,7 @@ from flow_grpo.policy.hub import expert_weights
 
 METHODS = {
     "grpo": {"objective": {"name": "grpo"}, "sampling": {"steps": 4, "transition": "cps", "noise_level": 0.8}},
-    "awm": {"objective": {"name": "awm"}, "sampling": {"steps": 4, "transition": "ode"}},
+    "awm": {"objective": {"name": "awm"}, "sampling": {"steps": 4}},
 }
 REWARD = f"{SAMPLE_REWARDS}:brightness"
 

@@ -8,30 +8,21 @@ import torch
 from support import small_policy as small
 
 from flow_grpo import sampling
-from flow_grpo.config.sampling import SamplingConfig
+from flow_grpo.config.objective import Grpo, WindowConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.doctor.step_variance import StepVariance, most_variable_window, step_reward_variance
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.interrupt import Interrupted
-from flow_grpo.training.windows import (
-    StepVariance,
-    most_variable_window,
-    step_reward_variance,
-    trained_steps,
-)
+from flow_grpo.training.rollouts import trained_steps
 from flow_grpo.types import StochasticSteps
 
 SIZES = {"prompts_per_step": 3, "images_per_prompt": 4, "microbatch": 6}
 
 
-def windowed(schedule, steps=8, size=2, first_step=1, last_step=5):
-    window = {
-        "schedule": schedule,
-        "size": size,
-        "first_step": first_step,
-        "last_step": last_step,
-    }
-    return SamplingConfig.model_validate({"steps": steps, "window": window})
+def trained(schedule, step, seed=0, steps=8, size=2, first_step=1, last_step=5):
+    window = WindowConfig(schedule=schedule, size=size, first_step=first_step, last_step=last_step)
+    return trained_steps(window, steps, step, seed)
 
 
 @pytest.mark.parametrize(
@@ -42,38 +33,37 @@ def windowed(schedule, steps=8, size=2, first_step=1, last_step=5):
     ],
 )
 def test_a_window_has_the_steps_of_its_schedule(schedule, step, expected):
-    assert trained_steps(windowed(schedule), step, seed=0) == expected
+    assert trained(schedule, step) == expected
 
 
 def test_a_random_window_depends_on_seed_and_step_and_covers_every_place():
-    windows = [tuple(trained_steps(windowed("random"), step, seed=0)) for step in range(100)]
-    assert windows == [tuple(trained_steps(windowed("random"), step, seed=0)) for step in range(100)]
+    windows = [tuple(trained("random", step)) for step in range(100)]
+    assert windows == [tuple(trained("random", step)) for step in range(100)]
     assert set(windows) == {(1, 2), (2, 3), (3, 4), (4, 5)}
-    assert windows != [tuple(trained_steps(windowed("random"), step, seed=1)) for step in range(100)]
+    assert windows != [tuple(trained("random", step, seed=1)) for step in range(100)]
 
 
 def test_random_windows_are_those_of_earlier_versions():
     """A run that is resumed, or repeated from its config, trains the same steps again."""
-    starts = [trained_steps(windowed("random"), step, seed=0)[0] for step in range(12)]
+    starts = [trained("random", step)[0] for step in range(12)]
     assert starts == [2, 3, 3, 4, 1, 2, 3, 1, 4, 2, 3, 1]
 
 
 def test_a_window_ends_with_the_schedule_and_may_fill_it():
-    assert trained_steps(windowed("all", steps=4, last_step=9), 0, seed=0) == [1, 2, 3]
+    assert trained("all", 0, steps=4, last_step=9) == [1, 2, 3]
     for schedule in ("fixed", "random"):
-        whole = windowed(schedule, steps=4, size=4, first_step=0, last_step=9)
-        assert trained_steps(whole, 7, seed=0) == [0, 1, 2, 3]
+        assert trained(schedule, 7, steps=4, size=4, first_step=0, last_step=9) == [0, 1, 2, 3]
 
 
 def test_by_default_the_last_step_is_not_trained():
-    assert trained_steps(windowed("all", steps=4, last_step=None), 0, seed=0) == [1, 2]
-    assert windowed("all", steps=4, last_step=None).num_trained_steps == 2
+    assert trained("all", 0, steps=4, last_step=None) == [1, 2]
+    assert Grpo(window={"first_step": 1}).losses_per_image(sampling_steps=4) == 2
 
 
 @pytest.mark.parametrize("schedule", ["fixed", "random"])
 def test_a_window_that_does_not_fit_is_refused(schedule):
     with pytest.raises(ValueError, match="a window of 4 steps does not fit into steps 3 to 5"):
-        trained_steps(windowed(schedule, size=4, first_step=3), 0, seed=0)
+        trained(schedule, 0, size=4, first_step=3)
 
 
 def bright(images, prompts):

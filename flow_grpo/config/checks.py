@@ -1,11 +1,7 @@
-"""Checks across the settings of a config. Each raises ValueError: one sentence on the conflict and what to set instead."""
+"""Checks across the settings of a config. Each raises FlowGRPOError: one sentence on the conflict and what to set instead."""
 
 from collections.abc import Iterable
 
-from flow_grpo.config.memory_checks import check_cuda_graphs, check_layerwise_casting, check_offloading
-from flow_grpo.config.objective_checks import check_objective, check_sampling_is_read
-from flow_grpo.config.sampling import SamplingConfig, transitions
-from flow_grpo.config.sections import PromptSkippingConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
@@ -15,10 +11,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 def check_run(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings of a run, or of one of its stages, conflict."""
-    check_sampling_is_read(args)
-    check_objective(args)
+    args.objective.check_steps(args.sampling.steps)
     check_sizes(args)
-    check_window(args.sampling)
     check_kept_graphs(args)
     check_offloading(args)
     check_cuda_graphs(args)
@@ -28,7 +22,7 @@ def check_run(args: RunSettings) -> None:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise ValueError for a tracker that does not exist."""
+    """Raise FlowGRPOError for a tracker that does not exist."""
     for name in names:
         if name not in TRACKERS:
             raise FlowGRPOError(
@@ -44,12 +38,12 @@ def check_total_steps(args: RunSettings, total: int) -> None:
         )
 
 
-def check_prompt_skipping(skipping: PromptSkippingConfig, stages: Iterable[RunSettings]) -> None:
-    """Raise FlowGRPOError if prompts are to be skipped by a run whose stages all train on given images."""
-    if skipping.patience and all(stage.dataset is not None for stage in stages):
+def check_curriculum(args: RunSettings, stages: Iterable[RunSettings]) -> None:
+    """Raise FlowGRPOError if prompts are to be weighted in a run whose stages all train on given images."""
+    if args.prompt_weights != "uniform" and all(stage.dataset is not None for stage in stages):
         raise FlowGRPOError(
-            f"prompt_skipping.patience={skipping.patience} with objective.dataset: given images have prompts of their own, which are "
-            "not skipped; set patience=0."
+            f"prompt_weights={args.prompt_weights} with objective.dataset: given images have prompts of their own, which are not "
+            "weighted; set prompt_weights=uniform."
         )
 
 
@@ -78,37 +72,27 @@ def check_sizes(args: RunSettings) -> None:
         raise FlowGRPOError(
             "objective.clip_low=auto has no ratios to learn from: with one update on a rollout they are all 1."
         )
-    if args.dataset is not None and args.dynamic_sampling_rounds:
-        raise FlowGRPOError(
-            f"dynamic_sampling_rounds={args.dynamic_sampling_rounds} with objective.dataset: given images are not sampled again; "
-            "set dynamic_sampling_rounds=0."
-        )
     if pairs and min(args.microbatch, rows) % 2:
         raise FlowGRPOError(f"microbatch={args.microbatch} is odd, but {objective.name} compares pairs: set an even one.")
 
 
 def check_kept_graphs(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings conflict with `sampling.keep_graphs`."""
-    if not args.sampling.keep_graphs:
+    """Raise FlowGRPOError if settings conflict with `objective.keep_graphs`."""
+    if not (args.objective.stepwise and args.objective.keep_graphs):
         return
     if args.updates * args.epochs > 1:
         raise FlowGRPOError(
-            f"sampling.keep_graphs with updates={args.updates} and epochs={args.epochs}: after one update a rollout's graphs are of "
+            f"objective.keep_graphs with updates={args.updates} and epochs={args.epochs}: after one update a rollout's graphs are of "
             "former weights; set updates=1 and epochs=1, or keep_graphs=false."
-        )
-    if args.dynamic_sampling_rounds:
-        raise FlowGRPOError(
-            f"sampling.keep_graphs with dynamic_sampling_rounds={args.dynamic_sampling_rounds}: the graphs of all rounds would stay "
-            "in memory; set dynamic_sampling_rounds=0, or keep_graphs=false."
         )
     if args.memory.shard is not None:
         raise FlowGRPOError(
-            f"sampling.keep_graphs with memory.shard={args.memory.shard}: processes that share weights or gradients run backward "
+            f"objective.keep_graphs with memory.shard={args.memory.shard}: processes that share weights or gradients run backward "
             "equally often, but have different numbers of graphs with signal; set keep_graphs=false."
         )
     if args.memory.offload is not None and not args.memory.gradient_checkpointing:
         raise FlowGRPOError(
-            f"sampling.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of blocks' weights on "
+            f"objective.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of blocks' weights on "
             "the device; set memory.gradient_checkpointing=true, or keep_graphs=false."
         )
 
@@ -140,18 +124,56 @@ def check_anchors(args: RunSettings) -> None:
         )
 
 
-def check_window(sampling: SamplingConfig) -> None:
-    """Raise FlowGRPOError if the window does not fit into the schedule."""
-    window = sampling.window
-    transition = transitions()[sampling.transition]
-    if not transition.stochastic:
+def check_offloading(args: RunSettings) -> None:
+    """Raise FlowGRPOError if settings conflict with `memory.offload`, weights on the GPU only while their block computes."""
+    memory = args.memory
+    if memory.offload is None:
         return
-    last = sampling.last_trainable_step
-    latest = sampling.steps - 1 if transition.noise_at_end else sampling.steps - 2
-    if not window.first_step <= last <= latest:
-        raise FlowGRPOError(
-            f"sampling.window trains steps {window.first_step} to {last}, but with {sampling.steps} sampling steps of "
-            f"{sampling.transition} the trainable ones are 0 to {latest}."
-        )
-    if window.schedule != "all" and window.first_step + window.size - 1 > last:
-        raise FlowGRPOError(f"sampling.window.size={window.size} does not fit into steps {window.first_step} to {last}.")
+    refused = {
+        "lora=null": args.lora is None,
+        "memory.compile": memory.compile,
+        f"memory.shard={memory.shard}": memory.shard is not None,
+        f"memory.quantize={memory.quantize}": memory.quantize not in (None, "fp8_layerwise"),
+    }
+    if conflict := next((name for name, is_set in refused.items() if is_set), None):
+        raise FlowGRPOError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
+
+
+def check_cuda_graphs(args: RunSettings) -> None:
+    """Raise FlowGRPOError if settings move weights, whose addresses `memory.cuda_graphs` records."""
+    memory = args.memory
+    refused = {"memory.offload=groups": memory.offload is not None, "memory.shard=fsdp2": memory.shard == "fsdp2"}
+    conflict = next((name for name, is_set in refused.items() if is_set), None)
+    if memory.cuda_graphs and conflict:
+        raise FlowGRPOError(f"memory.cuda_graphs does not go with {conflict}, which moves weights: leave one of them out.")
+
+
+def check_layerwise_casting(args: RunSettings) -> None:
+    """Raise FlowGRPOError if settings conflict with `memory.quantize=fp8_layerwise`, weights that are cast for each layer's computation."""
+    memory = args.memory
+    if memory.quantize != "fp8_layerwise":
+        return
+    refused = {
+        "memory.compile, which can't trace the casts": memory.compile,
+        "memory.shard=fsdp2, which casts the weights itself": memory.shard == "fsdp2",
+    }
+    if conflict := next((name for name, is_set in refused.items() if is_set), None):
+        raise FlowGRPOError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")
+
+
+def check_prompt_sets(args: RunSettings) -> None:
+    """Raise FlowGRPOError if settings conflict with several prompt sets. A run checks their rewards once they are built."""
+    for setting, sets in (("prompts", args.prompts), ("evaluation.prompts", args.evaluation.prompts)):
+        if not isinstance(sets, list):
+            continue
+        if not sets:
+            raise FlowGRPOError(
+                f"{setting} is an empty list: give a file, or a list of sets such as [{{file: prompts.txt}}]."
+            )
+        names = [prompt_set.label for prompt_set in sets]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise FlowGRPOError(f"two sets of {setting} are called {repeated}: give each a name of its own by `name`.")
+        for prompt_set in sets:
+            if setting == "evaluation.prompts" and prompt_set.weight != 1:
+                raise FlowGRPOError(f"evaluation.prompts measures all prompts of {prompt_set.label}: leave its weight out.")

@@ -1,0 +1,73 @@
+"""Settings of 0.4 that moved from `sampling` to the objective: files, overrides and run folders of 0.4 mean what they meant."""
+
+import pytest
+
+from flow_grpo.config.run_config import FlowGRPOConfig
+
+STEPS_04 = {
+    "steps": 6,
+    "transition": "cps",
+    "noise_level": 0.5,
+    "window": {"schedule": "fixed", "size": 2},
+    "keep_graphs": True,
+}
+STEPS_05 = {key: value for key, value in STEPS_04.items() if key != "steps"}
+# what a run folder of 0.4 has beside a forward-process objective
+DEFAULTS_04 = {
+    "steps": 6,
+    "transition": "ode",
+    "noise_level": 0.7,
+    "window": {"schedule": "all", "size": 3, "first_step": 0, "last_step": None},
+    "shared_initial_noise": False,
+    "keep_graphs": False,
+}
+
+
+def test_a_stepwise_objective_has_the_settings_of_sampling():
+    assert FlowGRPOConfig(sampling=STEPS_04) == FlowGRPOConfig(sampling={"steps": 6}, objective={"name": "grpo", **STEPS_05})
+
+
+def test_a_forward_process_objective_had_the_transition_ode():
+    new = FlowGRPOConfig(sampling={"steps": 6}, objective="awm")
+    for old in ({"steps": 6, "transition": "ode"}, DEFAULTS_04):
+        assert FlowGRPOConfig(sampling=old, objective="awm") == new
+    with pytest.raises(ValueError, match="objective awm does not use transition"):
+        FlowGRPOConfig(sampling={"transition": "flow_sde"}, objective="awm")
+    with pytest.raises(ValueError, match="objective awm does not use noise_level"):
+        FlowGRPOConfig(sampling={"noise_level": 0.1}, objective="awm")
+
+
+def test_an_own_function_with_the_ode_was_of_final_latents():
+    assert FlowGRPOConfig(sampling={"transition": "ode"}, objective="a.py:f").objective.family == "forward_process"
+    assert FlowGRPOConfig(sampling={"transition": "cps"}, objective="a.py:f").objective.transition == "cps"
+
+
+@pytest.mark.parametrize("value", ["transition=flow_sde", "transition=dance_sde", "noise_level=0.7", "window.size=3"])
+def test_an_override_by_the_former_name_counts_also_if_it_is_the_default(value):
+    overridden = [FlowGRPOConfig.from_yaml("tiny_grpo", [f"{section}.{value}"]) for section in ("sampling", "objective")]
+    key = value.split("=")[0].split(".")[0]
+    if key != "window":
+        assert overridden[0] == overridden[1]
+    assert getattr(overridden[0].objective, key) != getattr(FlowGRPOConfig.from_yaml("tiny_grpo").objective, key)
+
+
+def test_stages_inherit_what_their_objective_reads():
+    stages = [
+        {"steps": 1, "objective": "sft"},
+        {"steps": 1, "sampling": {"noise_level": 0.3}},
+        {"steps": 1, "objective": "a.py:f"},
+    ]
+    for base in ("grpo", "nft"):
+        own = [{"steps": 1, "objective": "grpo", **stage} for stage in stages]
+        parts = [part for _, part in FlowGRPOConfig(sampling=STEPS_04, objective=base, stages=own).resolved_stages()]
+        assert [part.objective.name for part in parts] == ["sft", "grpo", "a.py:f"]
+        assert [getattr(part.objective, "noise_level", None) for part in parts] == [None, 0.3, 0.5]
+        assert {part.sampling.steps for part in parts} == {6}
+        assert parts[1].objective.window.size == 2
+
+
+def test_a_run_folders_config_is_that_of_the_file_it_came_from():
+    """Else a run of 0.4 could not be resumed."""
+    stages = [{"steps": 1, "objective": "sft", "sampling": {"transition": "ode"}}, {"steps": 2, "objective": "grpo"}]
+    given = FlowGRPOConfig(sampling={"steps": 6}, stages=stages)
+    assert FlowGRPOConfig(sampling={**DEFAULTS_04, "transition": "flow_sde"}, stages=stages) == given
