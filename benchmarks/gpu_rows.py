@@ -21,7 +21,8 @@ AWM = [
 PAPER = [
     "guidance=4.5", "microbatch=6",
     "sampling={steps: 10}",
-    "objective={name: grpo, transition: flow_sde, noise_level: 0.7, window: {schedule: all, last_step: 9}, advantage: batch_std, clip_low: 1.0e-4, clip_high: 1.0e-4, kl: flow_grpo, kl_weight: 0.04}",
+    "objective={name: grpo, transition: flow_sde, noise_level: 0.7, window: {schedule: all, last_step: 9}, "
+    "advantage: batch_std, clip_low: 1.0e-4, clip_high: 1.0e-4, kl: flow_grpo, kl_weight: 0.04}",
 ]  # fmt: skip
 # configs/flux_dev_ocr.yaml
 FLUX = [

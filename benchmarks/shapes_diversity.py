@@ -23,7 +23,7 @@ from shapes_sheet import policy
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.held_out import NUM_DIVERSITY_PROMPTS

@@ -145,7 +145,9 @@ class FlowGRPOTrainer:
         with self.policy.meter.phase("advantage"):
             compared = stage.compare(batch, trajectory, scores)
         self.prompt_sampler.observe(batch.take(compared.scored.nonzero()[:, 0]), scores.total[compared.scored])
-        return experience_of(batch, trajectory, scores, compared, args.objective.needs.rows, self.processes)
+        return experience_of(
+            batch, trajectory, scores, compared, rows_of=args.objective.needs.rows, processes=self.processes
+        )
 
     @property
     def step(self) -> int:

@@ -33,7 +33,7 @@ from flow_grpo.rewards import REGISTRY
 from flow_grpo.rewards.frames import frames_of
 from flow_grpo.sampling import SOLVERS
 from flow_grpo.sde import TRANSITIONS
-from flow_grpo.training.rewards import reason_not_to_call
+from flow_grpo.training.setup import reason_not_to_call
 
 README, METHODS = ROOT / "README.md", ROOT / "docs/methods.md"
 LOG = ROOT / "dev/LOG.md"  # its commands are of their day, so it is not among the pages
@@ -266,7 +266,7 @@ def test_an_objective_of_ones_own_trains(tmp_path):
 METRIC = re.compile(r'f?"((?:[a-z_0-9]+/)+[a-zA-Z_0-9{}.]+)"')
 LOGGED_BY = [
     "advantages.py",
-    "config/anchors.py",
+    "config/objective.py",
     "objectives.py",
     "trainer.py",
     *(f"{folder}/*.py" for folder in ("training", "evaluation", "policy", "tracking")),

@@ -27,7 +27,7 @@ from flow_grpo.plan import block_speed
 from flow_grpo.progress import Phase, PhaseProgress, due_line, phase, show_phases
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.rewards import build_rewards
+from flow_grpo.training.setup import build_rewards
 
 
 def test_a_phase_is_reported_after_two_seconds_and_every_ten():

@@ -329,7 +329,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
     plain = small.trainer(short_run(tmp_path / "plain", "microbatch=4"))
     plain.train()
     trainer = small.trainer(short_run(tmp_path / "full", "microbatch=auto"))
-    assert trainer.stage.args.microbatch == 8
+    assert trainer.stage.microbatch == 8
     velocity, largest = trainer.policy.velocity, []
 
     def limited(x, *rest):
@@ -340,7 +340,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
 
     trainer.policy.velocity = limited
     trainer.train()
-    assert trainer.stage.args.microbatch == 4
+    assert trainer.stage.microbatch == 4
     assert "memory ran out with microbatch=8; the run goes on with 4" in capsys.readouterr().out
     told = [row for row in numbers(tmp_path / "full") if "warning" not in row]
     for one, other in zip(numbers(tmp_path / "plain"), told, strict=True):
@@ -349,7 +349,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_pieces(tmp_path
     assert max(largest) == 8, "the rollout before it"
     again = small.trainer(short_run(tmp_path / "full", "microbatch=auto"))
     again.train(resume=True)
-    assert again.stage.args.microbatch == 4, "a resumed run does not run out again"
+    assert again.stage.microbatch == 4, "a resumed run does not run out again"
 
 
 def test_memory_that_does_not_suffice_for_one_image_is_reported(tmp_path):
@@ -361,7 +361,7 @@ def test_memory_that_does_not_suffice_for_one_image_is_reported(tmp_path):
     trainer.policy.velocity = full
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert trainer.stage.args.microbatch == 1
+    assert trainer.stage.microbatch == 1
 
 
 def test_guidance_is_part_of_the_policy_that_is_trained(tmp_path):

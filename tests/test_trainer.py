@@ -27,7 +27,7 @@ from flow_grpo.run_folder import checkpoint
 from flow_grpo.tiny import architecture
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training import run_policy
+from flow_grpo.training import setup
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.rollouts import trained_steps
 from flow_grpo.training.state import Stage
@@ -133,7 +133,7 @@ def state_of(trainer):
         "average": averaged(trainer.policy),
         "dealer": trainer.prompt_sampler.state_dict(),
         "clip": dict(trainer.stage.update.clip.state),
-        "microbatch": trainer.stage.args.microbatch,
+        "microbatch": trainer.stage.microbatch,
         "critic": critic,
         "moments": [v["exp_avg"].clone() for v in trainer.stage.update.optimizer.adamw.state.values()],
         "gradients": [p.grad for p in trainer.policy.trainable_parameters().values() if p.grad is not None],
@@ -152,8 +152,7 @@ RICH = {
     "sampling": {"window": {"schedule": "random", "size": 2}},
     "objective": {"clip_low": "auto", "clip_high": "auto"},
     "epochs": 2,
-    "dynamic_sampling_rounds": 1,
-    "prompt_skipping": {"patience": 1, "steps": 3},
+    "prompt_weights": "variance",
 }
 PPO = {"objective": {"name": "ppo", "critic": {"lr": 0.01, "width": 8}}, "sampling": {"window": {"schedule": "all"}}}
 
@@ -202,7 +201,7 @@ def test_a_step_that_fails_has_not_happened(tmp_path, changes, failure):
     if failure == "memory":
         assert after.pop("microbatch") == 1
         before.pop("microbatch")
-        trainer.stage.args.microbatch = 6
+        trainer.stage.set_microbatch(6)
     for name, value in before.items():
         assert alike(value, after[name]), name
     trainer.processes.stop_requested, trainer.rewards.rewards["bright"] = False, reward
@@ -243,7 +242,7 @@ def test_a_micro_batch_of_pairs_is_even(tmp_path):
     dpo = {"objective": {"name": "dpo"}}
     trainer = made(tmp_path, prompts_per_step=3, images_per_prompt=6, microbatch=6, **dpo)
     trainer.stage.set_microbatch(3)
-    assert trainer.stage.args.microbatch == 2
+    assert trainer.stage.microbatch == 2
 
 
 def scarce(trainer, most, when=torch.is_grad_enabled):
@@ -268,7 +267,7 @@ def test_memory_that_runs_out_halves_the_micro_batch_from_there_on(tmp_path, sam
         told = numbers(trainer.training_step()), numbers(plain.training_step())
         assert told[0] == told[1]
         assert trainer.step == step + 1
-    assert trainer.stage.args.microbatch == 3
+    assert trainer.stage.microbatch == 3
     assert trainer.stage.warnings == [
         f"memory ran out with microbatch={former}; the run goes on with {now}." for former, now in ((12, 6), (6, 3))
     ]
@@ -281,14 +280,14 @@ def test_memory_that_runs_out_in_a_reward_halves_the_micro_batch_too(tmp_path, d
     plain = made(tmp_path / "plain", prompts_per_step=4, microbatch=3)
 
     def large(images, prompts):
-        if trainer.stage.args.microbatch > 3:  # the model has the rest
+        if trainer.stage.microbatch > 3:  # the model has the rest
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return bright(images, prompts)
 
     trainer.rewards.rewards["bright"] = large
     trainer.rewards.drop_on_error |= {"bright"} if drop else set()
     assert numbers(trainer.training_step()) == numbers(plain.training_step())
-    assert trainer.stage.args.microbatch == 3
+    assert trainer.stage.microbatch == 3
     assert len(trainer.stage.warnings) == 2
     assert not trainer.rewards.drop_messages
 
@@ -299,7 +298,7 @@ def test_pairs_are_never_parted(tmp_path):
     scarce(trainer, 1)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.training_step()
-    assert trainer.stage.args.microbatch == 2
+    assert trainer.stage.microbatch == 2
     assert len(trainer.stage.warnings) == 3
 
 
@@ -310,14 +309,14 @@ def test_memory_that_runs_out_after_the_weights_have_moved_or_on_one_of_several_
     scarce(trainer, 0, lambda: bool(moves) and torch.is_grad_enabled())
     with pytest.raises(torch.OutOfMemoryError):
         trainer.training_step()
-    assert trainer.stage.args.microbatch == 6
+    assert trainer.stage.microbatch == 6
     assert not trainer.stage.warnings
     several = made(tmp_path / "several")
     several.processes = several.stage.processes = small.Two()
     scarce(several, 0)
     with pytest.raises(torch.OutOfMemoryError):
         several.training_step()
-    assert several.stage.args.microbatch == 6
+    assert several.stage.microbatch == 6
 
 
 def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(tmp_path, monkeypatch):
@@ -340,10 +339,11 @@ def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(
     monkeypatch.setattr(torch.cuda, "empty_cache", empty)
     trainer.training_step()
     assert not given_back
-    trainer.stage.args.microbatch, trainer.policy.velocity = 6, on_a_gpu
+    trainer.stage.set_microbatch(6)
+    trainer.policy.velocity = on_a_gpu
     trainer.training_step()
     assert given_back == [None]
-    assert trainer.stage.args.microbatch == 3
+    assert trainer.stage.microbatch == 3
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     if name == "rich":
         assert one["memory"]["microbatch"] == 6
         assert one["memory"]["clip"]
-        assert one["memory"]["prompts"]["until"]
+        assert one["memory"]["prompts"]["variance"]
 
 
 def test_a_checkpoint_between_two_stages_belongs_to_the_one_that_has_ended(tmp_path):
@@ -442,7 +442,7 @@ def test_a_run_saved_by_one_process_fits_its_micro_batch_to_more(tmp_path):
     more = made(tmp_path / "more", prompts_per_step=4, microbatch=12)
     more.stage.processes = small.Two()
     more.state.load_state_dict(latest(tmp_path / "run"))
-    assert more.stage.args.microbatch == 6
+    assert more.stage.microbatch == 6
 
 
 def test_every_so_many_steps_are_saved_and_so_many_are_kept(tmp_path):
@@ -666,7 +666,7 @@ def test_a_stage_begins_with_an_optimizer_a_window_and_an_old_policy_of_its_own(
         metrics = trainer.training_step()
         windows.append(trainer.stage.sampler.window(step))
         rates.append(metrics["lr"])
-        assert (trainer.stage.start, trainer.stage.args.microbatch) == (3, 3)
+        assert (trainer.stage.start, trainer.stage.microbatch) == (3, 3)
     assert trainer.stage.critic is None
     assert windows == [[1]] * 4
     assert rates == pytest.approx([0.02, 0.04, 0.06, 0.08])
@@ -720,7 +720,7 @@ def test_several_processes_need_a_held_out_prompt_each_and_no_critic(tmp_path, m
         made(tmp_path / "run", held_out=HELD_OUT.head(1))
     with pytest.raises(ValueError, match=r"objective ppo.* on one process"):
         made(tmp_path / "run", held_out=HELD_OUT.head(2), **PPO)
-    assert made(tmp_path / "run", held_out=HELD_OUT.head(2)).stage.args.microbatch == 3, "of 3 rows each"
+    assert made(tmp_path / "run", held_out=HELD_OUT.head(2)).stage.microbatch == 3, "of 3 rows each"
 
 
 def test_the_critic_has_the_settings_and_the_seed_of_its_part(tmp_path):
@@ -761,13 +761,13 @@ def test_settings_name_what_is_not_given(tmp_path):
         prompts=str(tmp_path / "train.txt"),
         rewards={"jpeg_size": 2.0},
         evaluation=evaluation,
-        prompt_skipping={"patience": 2, "steps": 9},
+        prompt_weights="variance",
     )
     trainer = FlowGRPOTrainer(small.policy(), args=args)
     assert trainer.train_set.prompts == ["a cat", "a dog", "a sun"]
     assert trainer.eval_set.prompts == ["a moon"]
     assert trainer.rewards.weights["jpeg_size"] == 2.0
-    assert (trainer.prompt_sampler.patience, trainer.prompt_sampler.skip_steps) == (2, 9)
+    assert trainer.prompt_sampler.by_variance
     assert trainer.prompt_sampler.seed == 0
 
 
@@ -870,7 +870,7 @@ def test_a_run_goes_on_in_the_dtype_in_which_it_began(tmp_path, monkeypatch, cap
         return trainer.policy.dtype
 
     monkeypatch.setattr(devices, "bf16_speedup", lambda: 4.0)
-    monkeypatch.setattr(run_policy, "bf16_speedup", lambda: 4.0)
+    monkeypatch.setattr(setup, "bf16_speedup", lambda: 4.0)
     assert run(1, resume=False) == torch.bfloat16
     output = " ".join(capsys.readouterr().out.split())
     assert "tiny on cpu in bfloat16 (4.0 times as fast as float32 at a layer here): 1 step" in output

@@ -50,14 +50,14 @@ BUGS = [
     ),
     (
         "crd and dgpo compare the images of a micro-batch, not of a group",
-        "flow_grpo/training/forward_process_loss.py",
+        "flow_grpo/training/losses.py",
         "if self.group_statistic is None or not self.splits_groups:",
         "if True:",
         "tests/training/test_forward_process_loss.py -k micro_batch_changes_nothing",
     ),
     (
         "padding counts in a group's mean",
-        "flow_grpo/training/forward_process_loss.py",
+        "flow_grpo/training/losses.py",
         "self.group[rows], is_real)",
         "self.group[rows], torch.ones_like(is_real))",
         "tests/training/test_forward_process_loss.py -k micro_batch_changes_nothing",
@@ -113,14 +113,14 @@ BUGS = [
     ),
     (
         "the images of a group share their noise whatever shared_noise says",
-        "flow_grpo/training/noise_levels.py",
+        "flow_grpo/training/losses.py",
         'seed, "eps", step, draw, shared=objective.shared_noise)',
         'seed, "eps", step, draw, shared=True)',
         "tests/training/test_noise_levels.py -k shared_by_a_group",
     ),
     (
         "the images of a group share their noise level whatever shared_noise says",
-        "flow_grpo/training/noise_levels.py",
+        "flow_grpo/training/losses.py",
         'seed, "sigma", step, draw, shared=objective.shared_noise)',
         'seed, "sigma", step, draw, shared=True)',
         "tests/training/test_noise_levels.py -k shared_by_a_group",
@@ -155,7 +155,7 @@ BUGS = [
     ),
     (
         "several noise levels of the schedule are one",
-        "flow_grpo/training/noise_levels.py",
+        "flow_grpo/training/losses.py",
         "keys.argsort(1)[:, draw]",
         "keys.argsort(1)[:, 0]",
         "tests/training/test_noise_levels.py -k different_steps",
@@ -163,8 +163,8 @@ BUGS = [
     (
         "prompt sets are normalised together",
         "flow_grpo/training/group_advantages.py",
-        '(rows_by_set(images.batch.metadata) or {"": compared}).items()',
-        '{"": compared}.items()',
+        '(rows_by_set(batch.metadata) or {"": scored}).items()',
+        '{"": scored}.items()',
         "tests/training/test_prompt_sets.py -k normalised_over",
     ),
     (
@@ -316,7 +316,7 @@ BUGS = [
     ),
     (
         "one overflow spoils a calibrated clip range for ever",
-        "flow_grpo/training/step_loss.py",
+        "flow_grpo/training/losses.py",
         "deviation = deviation[deviation.isfinite()]",
         "pass",
         "tests/training/test_objectives_end_to_end.py -k quantile_of_the_ratios",
@@ -575,7 +575,7 @@ BUGS = [
     ),
     (
         "rows of a stepwise objective do not keep their places",
-        "flow_grpo/training/step_loss.py",
+        "flow_grpo/training/losses.py",
         "fixed_positions = True",
         "fixed_positions = False",
         "tests/training/test_kept_graphs.py",
@@ -610,7 +610,7 @@ BUGS = [
     ),
     (
         "the optimizer's state is not restored",
-        "flow_grpo/training/optimizer.py",
+        "flow_grpo/training/update.py",
         '        self.adamw.load_state_dict({**state["optimizer"], "state": moments})\n',
         "",
         "tests/test_train.py -k resumes_to_the_same",
@@ -660,7 +660,7 @@ BUGS = [
     (
         "the prompts of a step that failed are lost",
         "flow_grpo/training/state.py",
-        "                self.restore_loop_state(before)\n",
+        "            self.restore_loop_state(before)\n",
         "",
         "tests/test_train.py -k lost_in_its_first",
     ),
@@ -827,7 +827,7 @@ BUGS = [
     ),
     (
         "one Ctrl-C that is heard twice kills",
-        "flow_grpo/training/watchdog.py",
+        "flow_grpo/training/interrupt.py",
         "elif number == signal.SIGINT and now - self._first_interrupt > DEBOUNCE:",
         "elif number == signal.SIGINT and self._first_interrupt < math.inf:",
         "tests/training/test_interrupt.py -k guard",

@@ -29,7 +29,7 @@ from flow_grpo.cli.settings_command import SettingsCommand
 from flow_grpo.cli.train import train
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import show_phases
-from flow_grpo.training import watchdog
+from flow_grpo.training import interrupt
 
 COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "train": train,
@@ -84,8 +84,8 @@ def run() -> None:
     before_imports()
     prepare_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        watchdog.start()
-        watchdog.exit_on_second_interrupt(_interrupted)
+        interrupt.start()
+        interrupt.exit_on_second_interrupt(_interrupted)
     words = [word for word in sys.argv[1:] if word != "--traceback"]
     if len(words) < len(sys.argv[1:]):
         os.environ[TRACEBACK] = "1"
@@ -96,7 +96,7 @@ def run() -> None:
         with exit_on_error(), show_phases(phases) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)
     except SystemExit as end:
-        watchdog.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
+        interrupt.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 

@@ -9,7 +9,7 @@ import typer
 from flow_grpo.cli.console import console, say, without_library_messages
 from flow_grpo.cli.options import Overrides, check_suffix, prepare_file
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.training.watchdog import INTERRUPTED
+from flow_grpo.training.interrupt import INTERRUPTED
 
 if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy

@@ -88,7 +88,7 @@ def load_rewards(words: list[str]) -> "dict[str, Reward]":
     """The rewards of --reward, by their names in tables."""
     from flow_grpo import rewards
     from flow_grpo.progress import phase
-    from flow_grpo.training.rewards import RESERVED_NAMES
+    from flow_grpo.training.setup import RESERVED_NAMES
 
     options_of = parse_rewards(words)
     short_names = rewards.metric_names(options_of, RESERVED_NAMES)
@@ -108,7 +108,7 @@ def rewards_to_measure(
     """
     from flow_grpo import rewards
     from flow_grpo.evaluation.targets import check_rewards_are_named
-    from flow_grpo.training.rewards import build_rewards
+    from flow_grpo.training.setup import build_rewards
 
     if words:
         loaded = load_rewards(words)

@@ -11,7 +11,11 @@ import yaml
 from yaml.resolver import Resolver
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.text import suggest
 
+SUFFIXES = (".yaml", ".yml")
+# the prompts that each bundled model was made for
+TRAINING_PROMPTS = {"tiny": "prompts/signs_train.txt", "tiny_shapes": "prompts/shapes_train.jsonl"}
 OTHER_ENCODINGS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -21,6 +25,31 @@ OTHER_ENCODINGS = {
 MAX_NODES = 100_000  # of a YAML document with its aliases written out
 MAX_BYTES = 16 << 20  # of a config, or a model's index
 TOO_DEEP = "it is nested too deeply"
+
+
+def bundled_file(name: str) -> Path:
+    """A file of `configs/`, which is next to the package in a checkout and inside it in a wheel."""
+    package = Path(__file__).parent.parent
+    installed, checkout = package / "configs" / name, package.parent / "configs" / name
+    return installed if installed.exists() else checkout
+
+
+def find_config(path: str | Path) -> Path:
+    """A config file, by its path or by the name of a bundled one.
+
+    Raises:
+        FlowGRPOError: there is none.
+    """
+    for candidate in (Path(path), bundled_file(f"{path}.yaml"), bundled_file(str(path))):
+        if candidate.is_file():
+            return candidate
+    names = sorted(p.stem for p in bundled_file("").glob("*.yaml"))
+    if Path(path).is_dir() and (inside := sorted(Path(path).glob("*.yaml"))):
+        raise FlowGRPOError(f"{path} is a folder and no config: give a config in it, {inside[0]}.")
+    if Path(path).suffix in SUFFIXES:
+        hint = suggest(Path(path).stem, names) or suggest(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")])
+        raise FlowGRPOError(f"there is no file {path}.{hint} `flow-grpo init {path}` writes a new config.")
+    raise FlowGRPOError(f"there is no config {path}.{suggest(str(path), names)} Bundled ones: {', '.join(names)}.")
 
 
 def read_text(file: Path, limit: int = MAX_BYTES) -> str:

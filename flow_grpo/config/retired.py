@@ -128,6 +128,13 @@ def move_to_objective(values: dict[str, Any]) -> dict[str, Any]:
     return _with_moved(values, objective, {})
 
 
+def replace_sampling(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose whole section `sampling` was replaced by one of 0.4, without what the objective has in its place."""
+    if not _moved_settings(values):
+        return values
+    return {**values, "objective": {key: value for key, value in _objective(values).items() if key not in MOVED}}
+
+
 def _with_moved(values: dict[str, Any], objective: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run or stage with those that moved.
 

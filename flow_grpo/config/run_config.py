@@ -8,14 +8,20 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from flow_grpo.config import checks
-from flow_grpo.config.bundled import TRAINING_PROMPTS, find_config
 from flow_grpo.config.errors import error_sentence
-from flow_grpo.config.loading import dump_yaml, read_yaml
+from flow_grpo.config.loading import TRAINING_PROMPTS, dump_yaml, find_config, read_yaml
 from flow_grpo.config.objective import shared_settings
-from flow_grpo.config.overrides import check_form, override
-from flow_grpo.config.retired import FSDP, drop_retired, move_to_objective
+from flow_grpo.config.overrides import (
+    SIZES,
+    check_form,
+    expand_objective,
+    expand_rewards,
+    expand_trackers,
+    override,
+    resolve_auto_microbatch,
+)
+from flow_grpo.config.retired import FSDP, drop_retired, move_to_objective, replace_sampling
 from flow_grpo.config.settings import RunSettings
-from flow_grpo.config.shorthand import SIZES, expand_objective, expand_rewards, expand_trackers, resolve_auto_microbatch
 from flow_grpo.errors import FlowGRPOError
 
 STAGE_FIELDS = (
@@ -183,8 +189,11 @@ def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
 def _with_pairs(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     values = copy.deepcopy(file)
     for pair in overrides:
-        if override(values, pair) == ["stages"] and values["stages"]:
+        path = override(values, pair)
+        if path == ["stages"] and values["stages"]:
             values.pop("steps", None)  # those given before, as in the file, are of other stages or of none
+        if path == ["sampling"]:
+            values = replace_sampling(values)
     return values
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator
 
-from flow_grpo.config.bundled import TRAINING_PROMPTS
+from flow_grpo.config.loading import TRAINING_PROMPTS
 from flow_grpo.config.objective import Objective, read_objective
 from flow_grpo.config.sections import (
     ConfigSection,

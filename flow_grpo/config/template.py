@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
-from flow_grpo.config.loading import dump_yaml
+from flow_grpo.config.loading import TRAINING_PROMPTS, bundled_file, dump_yaml
 from flow_grpo.config.objective import is_custom, section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 

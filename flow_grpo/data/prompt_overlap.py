@@ -6,7 +6,7 @@ dog` equals `A photo of a dog and a cat.` Prompts with images are compared with 
 
 import json
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompt_sets import PROMPT_SETS, source_of
 from flow_grpo.image_prompt import images_of, prompt_key, with_images
 

@@ -8,8 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.config.bundled import bundled_file
-from flow_grpo.config.loading import read_text
+from flow_grpo.config.loading import bundled_file, read_text
 from flow_grpo.config.sections import FROM_PYTHON
 from flow_grpo.data.prompt_files import MAX_ROWS, SUFFIXES, Table, read_table, table_of_rows, table_of_texts
 from flow_grpo.data.prompt_sets import names_of_sets, source_of

@@ -11,7 +11,7 @@ from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import is_missing_download, offline_mode
 from flow_grpo.rewards.frames import ALL, frames_of
 from flow_grpo.training.early_checks import check_scope
-from flow_grpo.training.rewards import COSTLY, HUMAN, load_reward, reason_not_to_call
+from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
 
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
 ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded

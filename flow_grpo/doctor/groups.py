@@ -18,8 +18,8 @@ from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.training.group_advantages import explain_small_share
-from flow_grpo.training.rewards import HUMAN
 from flow_grpo.training.rollouts import ImageSampler
+from flow_grpo.training.setup import HUMAN
 from flow_grpo.training.state import Stage
 from flow_grpo.types import PromptBatch, Trajectory
 

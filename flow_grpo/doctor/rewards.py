@@ -11,7 +11,7 @@ from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, Status
 from flow_grpo.doctor.reward_probe import SAME, SATURATED, RewardCall, RewardProbe, call_once, probe
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.training.rewards import HUMAN
+from flow_grpo.training.setup import HUMAN
 
 MIN_WITHIN_SHARE = 0.05  # of the standard deviation over all images; a reward with less rates prompts
 

@@ -11,7 +11,7 @@ from flow_grpo.config.objective import Reinforce, is_custom
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.step_loss import ClipRange, StepLoss
+from flow_grpo.training.losses import ClipRange, StepLoss
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import RATIO_DEVIATION, Experience, Trajectory
 

@@ -14,7 +14,7 @@ from flow_grpo.progress import phase
 from flow_grpo.rewards.groups import IMAGE, scope_of
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import call_interruptibly
-from flow_grpo.training.rewards import reason_not_to_call
+from flow_grpo.training.setup import reason_not_to_call
 
 NUM_IMAGES = 4  # scored together, and each alone
 NOISE_FACTOR = 5  # a difference counts from this many times the reward's own noise on

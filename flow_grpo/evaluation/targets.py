@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flow_grpo import rewards
-from flow_grpo.config.bundled import SUFFIXES, bundled_file
+from flow_grpo.config.loading import SUFFIXES, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid_options import GridOptions
@@ -14,7 +14,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
-from flow_grpo.training.rewards import RESERVED_NAMES
+from flow_grpo.training.setup import RESERVED_NAMES
 
 TARGET_KINDS = "a run folder, a checkpoint, a LoRA, a model, a config, a grid image or a folder of images"
 

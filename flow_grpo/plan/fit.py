@@ -16,7 +16,7 @@ from flow_grpo.policy.families import makes_videos
 from flow_grpo.policy.memory import peak_memory
 from flow_grpo.progress import phase
 from flow_grpo.tracking.run_time import RunTime
-from flow_grpo.training.rewards import build_rewards, load_unless_costly
+from flow_grpo.training.setup import build_rewards, load_unless_costly
 
 MAX_SCORED = 128  # images that the rewards get while their memory is measured
 MAX_SLOWDOWN = 3.0  # of a dtype, before there is a warning

@@ -27,7 +27,7 @@ import typer
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import save_file
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.policy.devices import default_dtype
 from flow_grpo.rewards import clip
 from flow_grpo.rewards.ocr import OCR, ExactOCR

@@ -12,8 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo import objectives, sde
-from flow_grpo.config.anchors import NamedAnchor, decay_at
-from flow_grpo.config.objective import Objective
+from flow_grpo.config.objective import NamedAnchor, Objective, decay_at
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.loading import check_guidance
 from flow_grpo.policy.pipeline import FlowPipeline

@@ -15,7 +15,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import Reward
 from flow_grpo.rewards.groups import GROUP, scope_of
 from flow_grpo.run_folder.opening import check_begun
-from flow_grpo.training.custom import check_options, load_custom_function
+from flow_grpo.training.losses import check_options, load_custom_function
 
 
 def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:

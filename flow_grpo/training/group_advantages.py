@@ -14,7 +14,7 @@ from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.selection import COLUMN
-from flow_grpo.training.custom import load_custom_function
+from flow_grpo.training.losses import load_custom_function
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 
 MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
@@ -195,7 +195,13 @@ def reward_metrics(batch: PromptBatch, scores: Scores, informative: Bool[Tensor,
 
 
 def experience_of(
-    batch: PromptBatch, trajectory: Trajectory, scores: Scores, compared: Comparison, rows_of: str, processes: Processes
+    batch: PromptBatch,
+    trajectory: Trajectory,
+    scores: Scores,
+    compared: Comparison,
+    *,
+    rows_of: str,
+    processes: Processes,
 ) -> Experience:
     """What this process learns from: its rows of a step.
 

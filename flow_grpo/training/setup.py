@@ -1,25 +1,221 @@
 """The parts of a run: prompts, rewards, and the policy with what is trained."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig
+from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig, RewardConfig
 from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.data.prompt_syntax import syntax_warnings
 from flow_grpo.data.prompts import Prompts
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
-from flow_grpo.policy.loading import check_size, pipeline_of
+from flow_grpo.policy.cuda_graphs import use_cuda_graphs
+from flow_grpo.policy.devices import DTYPES, bf16_speedup, default_dtype, usable_device
+from flow_grpo.policy.loading import add_trainable_weights, check_guidance, check_size, load_policy, pipeline_of
+from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
-from flow_grpo.rewards import WeightedSum
-from flow_grpo.text import counted
+from flow_grpo.progress import phase
+from flow_grpo.rewards import Reward, WeightedSum
+from flow_grpo.rewards.loading import import_path, with_frames
+from flow_grpo.run_folder.reader import dtype_of
+from flow_grpo.text import counted, suggest
 from flow_grpo.training import early_checks
+from flow_grpo.training.anchors import add_references
 from flow_grpo.training.inputs import digests_of_inputs
-from flow_grpo.training.rewards import build_rewards, recorded_rewards
-from flow_grpo.training.run_policy import dtype_and_reason, load_run_policy, prepare_policy, settings_of
+
+RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
+HUMAN = "human"  # the reward that asks a person
+# Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
+COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
+
+
+def load_reward(name: str, setting: RewardConfig) -> Reward:
+    """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
+    comparison = {"scope": setting.scope, "opponents": setting.opponents}
+    if setting.isolate:
+        from flow_grpo.rewards.serving.subprocess import Isolated
+
+        options = {**setting.options, **{key: value for key, value in comparison.items() if value is not None}}
+        isolated = Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
+        return with_frames(name, isolated, setting.frames)
+    return reward_kit.load(name, **{"remote": setting.remote, **comparison, "frames": setting.frames, **setting.options})
+
+
+def reason_not_to_call(name: str, reward: Reward) -> str | None:
+    """Why a reward is not called only to probe it, if it is not: it is in `COSTLY`, or has the attribute `costly`."""
+    own = "its attribute `costly` is set" if getattr(reward, "costly", False) else None
+    return COSTLY.get(name, own)
+
+
+def load_unless_costly(name: str, setting: RewardConfig) -> Reward:
+    """As `load_reward`, but `unscored` in place of a reward that costs a person's time or money. A page of `human` is not opened."""
+    if name == HUMAN and setting.remote is None:
+        reward_kit.check_options(name, **setting.options)
+        return unscored
+    reward = load_reward(name, setting)
+    return unscored if reason_not_to_call(name, reward) else reward
+
+
+def unscored(images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+    """The value 0 for every image, (B,), in place of a reward that is not called."""
+    return torch.zeros(len(prompts))
+
+
+def build_rewards(
+    args: FlowGRPOConfig,
+    reward_funcs: Any = None,
+    monitored: bool | None = None,
+    load: Callable[[str, RewardConfig], Reward] = load_reward,
+) -> tuple[WeightedSum, list[str]]:
+    """All rewards that a run measures, and the names of the trained ones, as in the metrics. Each reward is built once.
+
+    The weighted sum is the trained reward: rewards that are only measured have weight 0.
+
+    Args:
+        reward_funcs: as given to the trainer; by default `args.rewards`.
+        monitored: whether to build `args.evaluation.rewards` too, which are measured on held-out prompts. By default, if the config
+            names such prompts.
+        load: builds a reward from its name and settings.
+    """
+    if monitored is None:
+        monitored = args.evaluation.prompts is not None
+    trained = _trained_rewards(args, reward_funcs)
+    measured = {name: (name, setting) for name, setting in args.evaluation.rewards.items() if monitored}
+    metric_name = reward_kit.metric_names([*trained, *measured], RESERVED_NAMES)
+    functions = {}
+    for name, (item, setting) in {**measured, **trained}.items():
+        with phase(f"loading reward {name}"):
+            functions[metric_name[name]] = load(item, setting) if isinstance(item, str) else item
+    weights = dict.fromkeys(functions, 0.0)
+    weights |= {metric_name[name]: setting.weight for name, (_, setting) in trained.items()}
+    settings = {**args.evaluation.rewards, **args.rewards}
+    drop = [metric_name[name] for name, setting in settings.items() if setting.on_error == "drop" and name in metric_name]
+    return WeightedSum(functions, weights, drop, names=metric_name), [metric_name[name] for name in trained]
+
+
+def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple[Any, RewardConfig]]:
+    """Name -> function, class or importable name, and its settings."""
+    if reward_funcs is None:
+        return {name: (name, setting) for name, setting in args.rewards.items()}
+    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    names = [_name_of(function) for function in functions]
+    trained = {n: (f, args.rewards.get(n, RewardConfig())) for n, f in zip(names, functions, strict=True)}
+    unused = [name for name in args.rewards if name not in trained] if "rewards" in args.model_fields_set else []
+    unset = [name for name in trained if name not in args.rewards]
+    if misspelt := next((name for name in unused if suggest(name, unset)), None):
+        raise FlowGRPOError(f"rewards.{misspelt} is for none of reward_funcs.{suggest(misspelt, unset)}")
+    if len(trained) < len(functions):
+        raise FlowGRPOError("two of reward_funcs have the same name: give each function or class its own name.")
+    return trained
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+    if name not in reward_kit.REGISTRY:
+        return name
+    path = import_path(function)
+    if path is None:
+        raise FlowGRPOError(f"reward_funcs has a function {name}, but {name} is an included reward: give it another name.")
+    return path
+
+
+def recorded_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, RewardConfig]:
+    """What the config of a run says of the rewards that it trains on: each under a name by which it can be loaded again.
+
+    A function that no import path leads to keeps its own name.
+    """
+    return {
+        import_path(function) or name: setting for name, (function, setting) in _trained_rewards(args, reward_funcs).items()
+    }
+
+
+def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[str], pipe: Any = None) -> Policy:
+    """The policy of the config's model, or of a loaded pipeline, for those prompts alone unless the run has given images."""
+    has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
+    init_from = args.lora.init_from if args.lora else None
+    has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
+    has_guided = has_guided or args.evaluation.guidance not in (None, args.guidance)
+    prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew
+    dtype = run_dtype(args, processes) if pipe is None else args.dtype
+    return load_policy(
+        args.model if pipe is None else pipe,
+        processes.device,
+        dtype,
+        init_from,
+        memory=args.memory,
+        prompts=prompts_to_encode,
+        **args.pipeline_call_kwargs(),
+    )
+
+
+def settings_of(policy: Policy, args: FlowGRPOConfig) -> FlowGRPOConfig:
+    """The settings with the size, guidance, dtype and LoRA that a given policy has, in place of those that are not applied to it."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    own: dict[str, Any] = {name: policy.call.get(name) for name in ("height", "width")}
+    own |= {"guidance": policy.guidance, "dtype": names.get(policy.dtype, args.dtype)}
+    if policy.has_lora and args.lora is not None:
+        lora = policy.lora.transformer.peft_config[TRAINED]
+        values = {"rank": lora.r, "alpha": float(lora.lora_alpha), "targets": sorted(lora.target_modules)}
+        own["lora"] = args.lora.model_copy(update=values)
+    return args.model_copy(update=own)
+
+
+def run_dtype(args: FlowGRPOConfig, processes: Processes) -> str:
+    """The config's dtype; for `auto` the one that the run in the folder began with, else the one that is faster here.
+
+    A resumed run goes on to the same numbers on another machine, and all processes have one dtype.
+    """
+    if args.dtype != "auto":
+        return args.dtype
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+    def local_dtype() -> str:
+        begun = dtype_of(Path(args.output_dir))
+        return begun if begun in names else str(default_dtype(usable_device(processes.device))).removeprefix("torch.")
+
+    return names[processes.gather_or_raise(local_dtype)[0]]
+
+
+def dtype_and_reason(args: FlowGRPOConfig, policy: Policy) -> str:
+    """The dtype of a run, and on a CPU why `dtype: auto` is bfloat16."""
+    name = str(policy.dtype).removeprefix("torch.")
+    is_chosen = args.dtype == "auto" and policy.device.type == "cpu" and policy.dtype == torch.bfloat16
+    return f"{name} ({bf16_speedup():.1f} times as fast as float32 at a layer here)" if is_chosen else name
+
+
+def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
+    """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
+
+    Raises:
+        FlowGRPOError: the policy carries something else already, or has no guidance where settings ask for it.
+    """
+    stages = [stage for _, stage in args.resolved_stages()]
+    add_trainable_weights(policy, args.lora, args.seed)
+    if args.memory.compile:
+        policy.compile()
+    if args.memory.cuda_graphs:
+        use_cuda_graphs(policy.lora, policy.device)
+    for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
+        policy.lora.add_adapter_copy(name)
+    add_references(policy, [stage.objective for stage in stages])
+    if args.evaluation.guidance not in (None, policy.guidance):
+        check_guidance(policy, args.evaluation.guidance, "leave evaluation.guidance out.")
+    if args.memory.shard == "fsdp2" and processes.world_size > 1:
+        policy.shard(processes)
+    if args.ema_decay:
+        policy.ema.start()
+    needs_base = any(stage.objective.references for stage in stages)
+    policy.store_base_weights(policy.device if needs_base else "cpu")
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,11 @@ class Stage:
         error is raised.
         """
         self._started, self._succeeded = time.perf_counter(), False
-        while not self._succeeded:
+        while True:
             yield self._attempt()
+            if self._succeeded:
+                return
+            self.policy.free_memory()  # the context is left, so that nothing holds the tensors of the failed attempt
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
@@ -96,8 +99,6 @@ class Stage:
             self.update.discard()
             if not isinstance(error, torch.OutOfMemoryError) or not self._halve_microbatch():
                 raise
-        if not self._succeeded:
-            self.policy.free_memory()  # after the except clause, which held the tensors of the failed step
 
     def step_metrics(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
         """All metrics of the training step `step`, given those of its update: with those of its images, its time and its speed."""
@@ -126,9 +127,10 @@ class Stage:
 
     def set_microbatch(self, microbatch: int) -> None:
         """Set the micro-batch of one process, at most that large."""
-        self.microbatch = self.sampler.microbatch = self.update.microbatch = local_microbatch(
-            self.args, self.processes, microbatch
-        )
+        self._use_microbatch(local_microbatch(self.args, self.processes, microbatch))
+
+    def _use_microbatch(self, microbatch: int) -> None:
+        self.microbatch = self.sampler.microbatch = self.update.microbatch = microbatch
 
     def _halve_microbatch(self) -> bool:
         """Continue with smaller micro-batches after memory ran out, if there are any.
@@ -152,9 +154,9 @@ class Stage:
         }
 
     def restore_loop_state(self, state: dict[str, Any]) -> None:
-        """Restore what `loop_state` returned; the micro-batch as far as this process can have it, since fewer may have saved it."""
+        """Restore what `loop_state` returned."""
         self.prompt_sampler.load_state_dict(state["prompts"])
-        self.set_microbatch(state["microbatch"])
+        self._use_microbatch(state["microbatch"])
         self.update.clip.state = dict(state["clip"])
         if self.critic is not None:
             self.critic.load_training_state(state["critic"])
@@ -208,7 +210,8 @@ class RunState:
         self.prompt_sampler = prompt_sampler
         for _, settings in self.stages:
             check_stage(settings, policy, processes)
-        self.stage = self._start_stage(*self.stages[0])
+        start, first = self.stages[0]
+        self.stage = self._start_stage(start, first)
 
     def enter_stage(self, step: int) -> None:
         """Start the stage that this training step belongs to, unless it is the present one."""
@@ -342,6 +345,7 @@ class RunState:
         self.policy.ema.load_state_dict(state["ema"])
         self.stage.update.load_state_dict(state)
         self.stage.restore_loop_state(state["memory"])
+        self.stage.set_microbatch(self.stage.microbatch)  # it may have been saved by fewer processes
         for name in state.keys() & self.stage.args.objective.policy_copies.keys():
             self.policy.load_adapter_state(state[name], name)
         for name, values in state.get("copies", {}).items():

@@ -9,8 +9,7 @@ from support.embedded import tiny_policy
 from support.families import TINY
 
 from flow_grpo.cli.options import parse_reward
-from flow_grpo.config.bundled import TRAINING_PROMPTS, bundled_file
-from flow_grpo.config.loading import parse_yaml
+from flow_grpo.config.loading import TRAINING_PROMPTS, bundled_file, parse_yaml
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import load_prompts

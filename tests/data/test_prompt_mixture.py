@@ -55,8 +55,8 @@ def test_within_a_set_every_prompt_comes_once_an_epoch_in_the_order_of_the_set_a
 
 
 def test_the_sets_of_a_step_are_mixed_and_its_groups_numbered_in_order():
-    batch = sampler_of(mixture(weights=(1.0, 1.0, 1.0)), 0).sample(2, 12, 2, first_group=5)
-    assert batch.group.tolist() == [5 + i // 2 for i in range(24)]
+    batch = sampler_of(mixture(weights=(1.0, 1.0, 1.0)), 0).sample(2, 12, 2)
+    assert batch.group.tolist() == [i // 2 for i in range(24)]
     names = [row["prompt_set"] for row in batch.metadata]
     assert names != sorted(names), "else an update would have prompts of one set alone"
     rows = rows_by_set(batch.metadata)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from support.embedded import short_run
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap, normal_form, overlap_warnings
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards.geneval import prompts

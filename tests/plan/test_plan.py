@@ -15,7 +15,7 @@ from support.families import TINY
 from typer.testing import CliRunner
 
 from flow_grpo.cli import app as cli
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.plan import block_speed, counters, fit, show

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.published import FOLDER, FOLDERS, load_for_plan
 

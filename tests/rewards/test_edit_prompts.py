@@ -3,7 +3,7 @@
 import json
 import re
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.edit_prompts import COUNTS, WORDS, write

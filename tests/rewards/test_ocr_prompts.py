@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import ocr_prompts
 from flow_grpo.rewards.ocr import OCR

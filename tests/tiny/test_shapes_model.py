@@ -8,7 +8,7 @@ from diffusers import Flux2KleinPipeline
 from PIL import Image
 
 from flow_grpo import rewards
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards.images import to_pil
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flow_grpo.config.bundled import bundled_file
+from flow_grpo.config.loading import bundled_file
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.detection import find_shapes
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene

@@ -15,7 +15,7 @@ from support.embedded import short_run
 from support.run_contents import MEASURED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flow_grpo.config import FlowGRPOConfig, validation
+from flow_grpo.config import FlowGRPOConfig, checks
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker, read_metrics
@@ -72,7 +72,7 @@ log_text = lambda text, artifact_file: note("log", {artifact_file: text}, None)
 log_dict = lambda values, artifact_file: note("log", {artifact_file: values}, None)
 end_run = lambda: Run().finish()
 """
-OTHERS = [name for name in validation.TRACKERS if name != "tensorboard"]
+OTHERS = [name for name in checks.TRACKERS if name != "tensorboard"]
 METRICS = {"reward": 0.1, "rewards//my/../file.py:fn/mean": 0.2}
 
 
@@ -209,7 +209,7 @@ def test_a_service_that_does_not_start_stops_a_new_run_and_not_one_that_goes_on(
 
 
 def test_names_are_accelerates_and_others_are_a_sentence(monkeypatch):
-    assert set(validation.TRACKERS) <= LOGGER_TYPE_TO_CLASS.keys()
+    assert set(checks.TRACKERS) <= LOGGER_TYPE_TO_CLASS.keys()
     with pytest.raises(ValueError, match=r"there is no tracker tensorbord\. Did you mean tensorboard\?"):
         FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[tensorbord]"])
     assert FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[wandb, mlflow]"]).trackers == {"wandb": {}, "mlflow": {}}

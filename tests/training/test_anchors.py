@@ -6,7 +6,7 @@ from support import small_policy as small
 from support.run_contents import MEASURED
 
 from flow_grpo import sde
-from flow_grpo.config.anchors import decay_at
+from flow_grpo.config.objective import decay_at
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.report import page
@@ -15,7 +15,7 @@ from flow_grpo.tracking import tracker as tracking
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.anchors import AnchorCopies, add_references, copied_references
-from flow_grpo.training.step_loss import ClipRange
+from flow_grpo.training.losses import ClipRange
 
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7], [0.3, 4.0, -6.0]])
 ROWS = torch.tensor([4, 0, 5, 1])

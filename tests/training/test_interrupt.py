@@ -22,7 +22,7 @@ from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training import watchdog
+from flow_grpo.training import interrupt
 from flow_grpo.training.interrupt import Interrupted, background, wait_for
 
 # Brightness. While a file `hang` with a number and a manner is there, the call of that number hangs in that manner.
@@ -141,7 +141,7 @@ def test_the_second_ctrl_c_ends_a_run_whose_reward_never_gives_python_back(tmp_p
     in_it(command, tmp_path)
     for _ in range(2):
         os.kill(command.process.pid, signal.SIGINT)
-        time.sleep(2 * watchdog.DEBOUNCE)
+        time.sleep(2 * interrupt.DEBOUNCE)
     command.process.join(60)
     assert command.process.exitcode == -signal.SIGKILL
     assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
@@ -154,7 +154,7 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
     in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGINT)
     command.wait_for((tmp_path / "heard").exists)
-    time.sleep(2 * watchdog.DEBOUNCE)
+    time.sleep(2 * interrupt.DEBOUNCE)
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
 
@@ -257,7 +257,7 @@ def test_an_error_waits_for_the_call_that_is_under_way():
     assert over == [1]
 
 
-INT, TERM, ANSWER = bytes([signal.SIGINT]), bytes([signal.SIGTERM]), watchdog.ANSWER
+INT, TERM, ANSWER = bytes([signal.SIGINT]), bytes([signal.SIGTERM]), interrupt.ANSWER
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ INT, TERM, ANSWER = bytes([signal.SIGINT]), bytes([signal.SIGTERM]), watchdog.AN
     ],
 )
 def test_the_guard_kills_after_two_ctrl_c_or_a_sigterm_without_an_answer(monkeypatch, signals, killed):
-    monkeypatch.setattr(watchdog, "DEBOUNCE", 0.05)
+    monkeypatch.setattr(interrupt, "DEBOUNCE", 0.05)
     reading, writing = os.pipe()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        guard = pool.submit(watchdog._unanswered, reading, {signal.SIGINT: 0.1, signal.SIGTERM: 0.1})
+        guard = pool.submit(interrupt._unanswered, reading, {signal.SIGINT: 0.1, signal.SIGTERM: 0.1})
         for number in signals:
             os.write(writing, number)
             time.sleep(0.2)

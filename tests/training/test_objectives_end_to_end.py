@@ -16,8 +16,7 @@ from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.anchors import DecayRamp
-from flow_grpo.config.objective import OBJECTIVES, CriticConfig
+from flow_grpo.config.objective import OBJECTIVES, CriticConfig, DecayRamp
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
@@ -26,8 +25,8 @@ from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.critic import Critic, gae
 from flow_grpo.training.group_advantages import select_rows
 from flow_grpo.training.interrupt import Interrupted
-from flow_grpo.training.optimizer import Optimizer
-from flow_grpo.training.step_loss import ClipRange
+from flow_grpo.training.losses import ClipRange
+from flow_grpo.training.update import Optimizer
 
 BRIGHT = f"{SAMPLE_REWARDS}:brightness"
 OWN = SAMPLE_OBJECTIVES

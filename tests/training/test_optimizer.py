@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.training.optimizer import Optimizer, adamw
+from flow_grpo.training.update import Optimizer, adamw
 
 SETTINGS = OptimizerConfig(lr=9.0, betas=(0.6, 0.8), eps=0.02, weight_decay=0.3, max_grad_norm=1.5)
 
