@@ -14,7 +14,7 @@ from flow_grpo.rewards.gradients import RewardGradient, check_differentiable
 from flow_grpo.rewards.groups import scope_of
 from flow_grpo.rewards.images import takes_pil
 from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
-from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, score
+from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, reward_gradient, score
 from flow_grpo.rewards.selection import names_reward, row_weights
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "metric_names",
     "names_reward",
     "reads_prompts",
+    "reward_gradient",
     "row_weights",
     "scope_of",
     "score",

@@ -3,6 +3,7 @@
 `measure` is `flow-grpo rewards test`, which `show_reward` prints; `call_once` and `probe` are the doctor's.
 """
 
+import math
 import statistics
 import sys
 import time
@@ -21,11 +22,14 @@ from flow_grpo.data.grid import from_bytes, to_bytes
 from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
 from flow_grpo.progress import phase
 from flow_grpo.rewards import user_code
+from flow_grpo.rewards.frames import evenly_spaced
+from flow_grpo.rewards.gradients import RHO, against, energy_share
 from flow_grpo.rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attributes_of
 from flow_grpo.text import counted
 
 NUM_TIMED = 5  # images that `measure` scores one by one
 NUM_REPEATED = 32  # images that `probe` scores several times
+NUM_WITH_GRADIENT = 4
 SATURATED = 0.9  # share of the images with the highest, or lowest, value
 SAME = 1e-5  # share of the standard deviation over all images that is rounding
 ORIGINAL, BLURRED, NOISY, WRONG_PROMPT = "original", "blurred", "noisy", "wrong prompt"
@@ -57,6 +61,46 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
 
 
 @dataclass(frozen=True)
+class GradientStats:
+    """The gradient g of a differentiable reward on some images, each a mean over them."""
+
+    slope: float  # |g|, the slope of the value along the gradient that it predicts
+    measured: float  # that slope by a central difference, on steps of length RHO
+    energy: float  # the share of the squared gradient that lies in 1 % of the positions
+    sharpness: float  # S1 of arXiv 2603.21175: by how much the value falls on a step of length RHO against the gradient
+
+    @property
+    def ratio(self) -> float:
+        """The measured slope over the predicted one, 1 for a right gradient; NaN for a gradient of 0."""
+        return self.measured / self.slope if self.slope else math.nan
+
+
+def gradient_stats(name: str, reward: rewards.Reward, inputs: RewardInputs) -> GradientStats | str | None:
+    """Measure the gradient on four of the images; None if the reward offers none, and a sentence if it can't be taken."""
+    if not getattr(reward, "differentiable", False):
+        return None
+    some = inputs.take(evenly_spaced(NUM_WITH_GRADIENT, len(inputs.prompts)))
+    images = some.images.float()
+
+    def at(images: Tensor) -> rewards.RewardGradient:
+        return rewards.reward_gradient(name, reward, images, some.prompts, some.columns)
+
+    try:
+        here = at(images)
+        step = against(here.gradient, RHO)
+        below, above = at(images + step).value, at(images - step).value
+    except ValueError as error:
+        return str(error)
+    frames = here.gradient.flatten(0, -4)  # of images: themselves
+    return GradientStats(
+        slope=here.gradient.flatten(1).norm(dim=1).mean().item(),
+        measured=((above - below) / (2 * RHO)).mean().item(),
+        energy=energy_share(frames).nanmean().item(),
+        sharpness=(here.value - below).mean().item(),
+    )
+
+
+@dataclass(frozen=True)
 class RewardStats:
     """What a reward returned for probe images, and what that cost."""
 
@@ -68,6 +112,7 @@ class RewardStats:
     deterministic: bool  # the same images give the same bits
     batch_difference: float  # the largest difference between an image alone and in a batch
     depends_on_group: bool
+    gradient: GradientStats | str | None  # as of `gradient_stats`
 
 
 def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs) -> RewardStats:
@@ -102,6 +147,7 @@ def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs)
         deterministic=torch.equal(original, again),
         batch_difference=float((alone - original[[row for rows in units for row in rows]]).abs().max()),
         depends_on_group=depends_on_group(name, reward, inputs),
+        gradient=gradient_stats(name, reward, inputs),
     )
 
 
@@ -136,6 +182,7 @@ class RewardProbe(RewardCall):
     mismatched: Tensor | None  # (n,), if there is more than one prompt
     depends_on_group: bool
     sees_groups: bool = False  # as its scope says
+    gradient: GradientStats | str | None = None  # as of `gradient_stats`
 
     @property
     def reads_prompt(self) -> bool:
@@ -181,6 +228,7 @@ def probe(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardProb
         mismatched=None if mismatch is None else mismatch.values,
         depends_on_group=depends_on_group(name, reward, inputs),
         sees_groups=scope_of(reward) != IMAGE,
+        gradient=gradient_stats(name, reward, inputs),
     )
 
 

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, Status
-from flow_grpo.doctor.reward_probe import SAME, SATURATED, RewardCall, RewardProbe, call_once, probe
+from flow_grpo.doctor.reward_probe import SAME, SATURATED, GradientStats, RewardCall, RewardProbe, call_once, probe
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.setup import HUMAN
 
+MAX_SLOPE_ERROR = 0.5  # of the predicted slope
 MIN_WITHIN_SHARE = 0.05  # of the standard deviation over all images; a reward with less rates prompts
 
 
@@ -124,7 +125,7 @@ def check_trained(
         results.append(reads_prompt(name, call.reads_prompt, change, another))
     if not call.sees_groups:
         results.append(group_dependence(name, call.depends_on_group))
-    return [*results, side_effects(name, call)]
+    return [*results, *gradient(name, call.gradient), side_effects(name, call)]
 
 
 def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResult]:
@@ -225,6 +226,30 @@ def group_dependence(name: str, depends: bool) -> CheckResult:
     """Evaluate whether an image's value depends on the other images of a call."""
     check = f"{name}: depends on other images"
     return CheckResult(check, "yes", WARNING, GROUP_DEPENDENT) if depends else CheckResult(check, "no", OK)
+
+
+def gradient(name: str, stats: GradientStats | str | None) -> list[CheckResult]:
+    """Whether the gradient of a reward predicts its values, how much of it is in a few positions, and how sharp the reward is."""
+    check = f"{name}: gradient"
+    if stats is None:
+        return []
+    if isinstance(stats, str):
+        return [CheckResult(check, "none", WARNING, f"objectives by its gradient can't use it: {stats}")]
+    if not stats.slope > 0:
+        message = "it is 0, so that nothing can be learned from it: is the reward constant or clipped on these images?"
+        return [CheckResult(check, f"{stats.slope:.2g}", WARNING, message)]
+    right = abs(stats.ratio - 1) <= MAX_SLOPE_ERROR
+    message = "of the predicted slope" if right else (
+        f"the value changes by {stats.measured:.2g} a unit along the gradient, which predicts {stats.slope:.2g}: is a part of the "
+        "reward left out of the graph?"
+    )  # fmt: skip
+    return [
+        CheckResult(check, f"{stats.ratio:.2f}", OK if right else WARNING, message),
+        CheckResult(
+            f"{check} in 1% of the image", f"{stats.energy:.0%}", OK, "of its energy; 1% if it were the same everywhere"
+        ),
+        CheckResult(f"{name}: sharpness S1", f"{stats.sharpness:.2g}", OK, "it rises while a reward is hacked"),
+    ]
 
 
 def side_effects(name: str, call: RewardCall) -> CheckResult:

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.doctor.reward_probe import ORIGINAL, SAME, SATURATED, WRONG_PROMPT, RewardStats
+from flow_grpo.doctor.reward_probe import ORIGINAL, SAME, SATURATED, WRONG_PROMPT, GradientStats, RewardStats
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
 from flow_grpo.rewards.groups import rows_by_group
 from flow_grpo.text import escape_markup
@@ -41,7 +41,7 @@ def show(console: Console, title: str, stats: RewardStats) -> None:
     ]
     if stats.depends_on_group:
         lines.append(f"[bold]warning: {GROUP_DEPENDENT}[/bold]")
-    lines += prompt_lines(stats)
+    lines += prompt_lines(stats) + gradient_lines(stats.gradient)
     lines += [f"[bold]{line}[/bold]" for line in conclusions(stats)]
     console.print("\n" + "\n".join(lines), highlight=False)
 
@@ -65,6 +65,19 @@ def prompt_lines(stats: RewardStats) -> list[str]:
     elif torch.equal(stats.values[WRONG_PROMPT], values) and values.min() < values.max():
         lines.append("reads the prompt: no, wrong prompts have the same values; that is fine if another reward reads it")
     return lines
+
+
+def gradient_lines(gradient: GradientStats | str | None) -> list[str]:
+    """What is known of the gradient; nothing of a reward without one."""
+    if gradient is None:
+        return []
+    if isinstance(gradient, str):
+        return [f"gradient: none, {escape_markup(gradient)}"]
+    return [
+        f"gradient: predicts a slope of {_decimals(gradient.slope)}, measured {_decimals(gradient.measured)}",
+        f"share of the gradient's energy in 1% of the image: {gradient.energy:.0%} (1% if it were the same everywhere)",
+        f"sharpness S1: {_decimals(gradient.sharpness)}, which rises while a reward is hacked",
+    ]
 
 
 def conclusions(stats: RewardStats) -> list[str]:

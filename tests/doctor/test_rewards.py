@@ -13,9 +13,10 @@ from flow_grpo import rewards
 from flow_grpo.doctor import groups
 from flow_grpo.doctor import rewards as reward_checks
 from flow_grpo.doctor.result import ERROR, OK, WARNING
-from flow_grpo.doctor.reward_probe import probe
+from flow_grpo.doctor.reward_probe import gradient_stats, probe
 from flow_grpo.doctor.run import RunChecks
 from flow_grpo.rewards import WeightedSum, user_code
+from flow_grpo.rewards.gradients import RHO
 
 
 @pytest.fixture
@@ -127,3 +128,46 @@ def test_a_person_is_not_asked(trainer):
 def test_each_measure_of_a_reward_gets_its_status_and_advice(result, status):
     assert result.status == status
     assert status == OK or result.message.endswith("."), "it says what to do"
+
+
+def half_detached(images, prompts):
+    return (images.detach() * images).mean((1, 2, 3))
+
+
+def clipped(images, prompts):
+    return images.mean((1, 2, 3)).clamp(max=-1)
+
+
+def plain(images, prompts):
+    return images.mean((1, 2, 3))
+
+
+def without_graph(images, prompts):
+    return images.detach().mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("reward", "value", "status"),
+    [(plain, "1.00", OK), (half_detached, "2.00", WARNING), (clipped, "0", WARNING), (without_graph, "none", WARNING)],
+)
+def test_a_gradient_is_compared_with_the_values(signs, monkeypatch, reward, value, status):
+    assert gradient_stats("r", reward, signs) is None
+    monkeypatch.setattr(reward, "differentiable", True, raising=False)
+    results = reward_checks.gradient("r", gradient_stats("r", reward, signs))
+    assert (results[0].value, results[0].status) == (value, status)
+    assert status == OK or results[0].message.endswith((".", "?"))
+    if reward is plain:
+        assert [(result.name, result.value) for result in results[1:]] == [
+            ("r: gradient in 1% of the image", "1%"),
+            ("r: sharpness S1", f"{RHO / signs.images[0].numel() ** 0.5:.2g}"),
+        ]
+
+
+def test_the_doctor_checks_the_gradient_of_a_trained_reward(signs):
+    clip = rewards.load("clip", device="cpu")
+    checked = statuses(reward_checks.check_trained("clip", probe("clip", clip, signs), 2, False, []))
+    assert {name: checked[f"clip: {name}"] for name in ("gradient", "gradient in 1% of the image", "sharpness S1")} == {
+        "gradient": OK,
+        "gradient in 1% of the image": OK,
+        "sharpness S1": OK,
+    }

@@ -77,6 +77,18 @@ def test_a_wrong_prompt_that_there_is_not_is_said_to_be_missing():
     assert "not measured" not in shown(brightness)
 
 
+def test_the_gradient_of_a_differentiable_reward_is_shown(monkeypatch):
+    assert "gradient" not in shown(brightness)
+    monkeypatch.setattr(brightness, "differentiable", True, raising=False)
+    output = shown(brightness)
+    slope = 192**-0.5
+    assert f"gradient: predicts a slope of {slope:.4f}, measured {slope:.4f}" in output
+    assert "in 1% of the image: 2% (1% if" in output, "one of 64 positions"
+    assert f"sharpness S1: {slope / 100:.4f}" in output
+    monkeypatch.setattr(brightness, "differentiable", False)
+    assert "gradient" not in shown(brightness)
+
+
 def test_a_zero_has_no_sign():
     output = shown(lambda images, prompts: -1e-6 * images.mean((1, 2, 3)))
     assert "0.0000" in output
