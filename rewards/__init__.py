@@ -11,11 +11,10 @@ The package's own name is `flow_grpo.rewards`, which a user's rewards.py can't h
 """
 
 from flow_grpo.rewards.gradients import RewardGradient, check_differentiable
-from flow_grpo.rewards.groups import scope_of
 from flow_grpo.rewards.images import takes_pil
 from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
-from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, reward_gradient, score
-from flow_grpo.rewards.selection import names_reward, row_weights
+from flow_grpo.rewards.scopes import scope_of
+from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, names_reward, reward_gradient, row_weights, score
 
 __all__ = [
     "REGISTRY",

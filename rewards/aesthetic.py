@@ -7,10 +7,9 @@ from huggingface_hub import constants
 from torch import Tensor, nn
 
 from flow_grpo.rewards.clip import OpenCLIP
-from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.downloads import HubUnreachable
 from flow_grpo.rewards.images import in_batches
-from flow_grpo.rewards.weights import load_exactly, load_tensors
+from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors
 
 FILE = "sac+logos+ava1-l14-linearMSE.pth"
 URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"

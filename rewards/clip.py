@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.rewards.images import Images, in_batches, unique
+from flow_grpo.rewards.networks import AUTO, usable_device
 from flow_grpo.rewards.torch_transforms import on_tensors
 
 TINY, SHAPES = "flow-grpo-tiny", "flow-grpo-shapes"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.groups import IMAGE, scope_of
+from flow_grpo.rewards.scopes import IMAGE, scope_of
 from flow_grpo.rewards.user_code import guarded
 
 RHO = 1e-2  # the best of .1, .01 and .001 in RSA-FT

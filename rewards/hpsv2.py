@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from flow_grpo.rewards.clip import OpenCLIP
-from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.downloads import hub_file
 from flow_grpo.rewards.images import Images, in_batches
+from flow_grpo.rewards.networks import AUTO
 
 MODEL = "ViT-H-14"
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]

@@ -10,11 +10,10 @@ from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.aesthetic import LinearHead
-from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import downloads, hub_file
 from flow_grpo.rewards.images import Images, in_batches
+from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors, usable_device
 from flow_grpo.rewards.torch_transforms import on_tensors
-from flow_grpo.rewards.weights import load_exactly, load_tensors
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
 TOKENS = 35  # every prompt is padded or cut to this

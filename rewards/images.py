@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.frames import is_video
+from flow_grpo.rewards.scopes import is_video
 
 BACKGROUND = (255, 255, 255, 255)  # of transparent images
 TURNS = {  # by the Exif orientation

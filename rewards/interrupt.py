@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from flow_grpo.rewards.devices import current_gpu
-
 Result = TypeVar("Result")
+
+
+def current_gpu() -> int | None:
+    """The index of this thread's GPU; None if this process has not used one yet."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
 
 class DaemonThread:

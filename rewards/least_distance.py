@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.rewards.clip import TINY, OpenCLIP
-from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.networks import AUTO
 
 
 class LeastDistance(torch.nn.Module):

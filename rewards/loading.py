@@ -15,9 +15,8 @@ from typing import Any, Literal
 from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.calls import check_inputs
-from flow_grpo.rewards.devices import with_index
-from flow_grpo.rewards.frames import Frames, check_sendable, checked_frames
-from flow_grpo.rewards.groups import Scoped, signature, with_attributes_of
+from flow_grpo.rewards.networks import with_index
+from flow_grpo.rewards.scopes import Frames, Scoped, check_sendable, checked_frames, signature, with_attributes_of
 from flow_grpo.rewards.scoring import Reward
 from flow_grpo.rewards.user_code import UserCodeError, guarded
 
@@ -69,9 +68,9 @@ def load(
         remote: URL of a reward server, or several; the options are then those of the client, `rewards.serving.client.Remote`.
         isolate: run the reward in a subprocess; the option `timeout` is then that of `rewards.serving.subprocess.Isolated`.
         python: with isolate, the Python interpreter of the subprocess.
-        scope: how many images the reward sees, see `rewards.groups`; by default its own attribute `scope`.
+        scope: how many images the reward sees, see `rewards.scopes`; by default its own attribute `scope`.
         opponents: of scope pair, with about how many others of its group each image is compared; by default with all.
-        frames: of a video, those that the reward sees, see `rewards.frames`; by default its own attribute `frames`.
+        frames: of a video, those that the reward sees, see `rewards.scopes`; by default its own attribute `frames`.
 
     Raises:
         FlowGRPOError: there is no such reward, it does not take these options, or the server or subprocess can't run it.

@@ -2,12 +2,10 @@
 
 import functools
 import os
+import re
 import threading
 import weakref
 from typing import Any
-
-# onnxruntime writes a device id into the user's cache and sends events, unless this is set before its import.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import cv2
 import numpy as np
@@ -16,9 +14,12 @@ import torch
 from rapidfuzz.distance import Levenshtein
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.devices import with_index
 from flow_grpo.rewards.images import to_bytes
-from flow_grpo.rewards.quotes import WHAT_COUNTS, quoted_texts
+from flow_grpo.rewards.networks import with_index
+
+# onnxruntime writes a device id into the user's cache and sends events, unless this is set before its import.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
 DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is given; smaller images are scaled up
@@ -30,6 +31,15 @@ onnxruntime.disable_telemetry_events()  # where it was imported before, or reads
 # Engines take a second to load and are not made for several threads. `ocr` and `ocr_exact` share them, and what was read last.
 _LOCK = threading.Lock()
 _last_read: dict[str, Any] = {}
+# The first kind that a prompt has counts: with straight ones it is read as ever, and single ones may be apostrophes.
+KINDS = (
+    re.compile(r'"([^"]+)"'),
+    re.compile(
+        r"[“”„‟]([^“”„‟]+)[“”]|«([^«»]+)»|»([^«»]+)«|「([^「」]+)」|『([^『』]+)』|＂([^＂]+)＂|‹([^‹›]+)›|〝([^〝〞〟]+)[〞〟]"
+    ),
+    re.compile(r"(?<!\w)['‘‚]([^'‘‚]+?)['’‘](?!\w)"),
+)
+WHAT_COUNTS = "text in quotation marks, such as \"OPEN\", “OPEN”, „OPEN“, « OPEN », 「OPEN」 or 'OPEN'"
 
 
 class OCR:
@@ -182,3 +192,13 @@ def _engine(width: int, device: torch.device, process: int, side: int = DETECTOR
     )
     engine(np.zeros((LINE_HEIGHT, width, 3), np.uint8), use_det=False, use_cls=False)  # loads the recogniser
     return engine
+
+
+def quoted_texts(prompt: str) -> list[str]:
+    """The texts in quotation marks, in their order and without spaces around them; [] if there are none."""
+    for kind in KINDS:
+        found = (next(text for text in match.groups() if text) for match in kind.finditer(prompt))
+        texts = [text.strip() for text in found if text.strip()]
+        if texts:
+            return texts
+    return []

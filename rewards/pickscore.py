@@ -4,11 +4,10 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.devices import AUTO, usable_device
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.rewards.images import Images, in_batches, unique
+from flow_grpo.rewards.networks import AUTO, check_keys, usable_device
 from flow_grpo.rewards.torch_transforms import PREPARED, prepared
-from flow_grpo.rewards.weights import check_keys
 
 
 class PickScore(nn.Module):

@@ -18,10 +18,9 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import MAX_JSON, inside, regular_bytes
 from flow_grpo.rewards.clip import TINY, OpenCLIP
-from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.image_files import read_image
 from flow_grpo.rewards.images import Images, in_batches
-from flow_grpo.rewards.weights import check_keys, load_tensors
+from flow_grpo.rewards.networks import AUTO, check_keys, load_tensors
 
 FILES = WEIGHTS, SETTINGS = "head.safetensors", "head.json"  # of a head
 

@@ -1,4 +1,4 @@
-"""Call rewards and check what they return: one reward, or a weighted sum of several."""
+"""Call rewards: one reward, or a weighted sum of several, of which a prompt may name some (its metadata column `rewards`)."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -10,20 +10,29 @@ import torch
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards import groups, selection
-from flow_grpo.rewards.calls import ROWS, accepted_metadata, check_inputs, check_metadata, takes_rows
-from flow_grpo.rewards.copies import copied, is_ours
-from flow_grpo.rewards.frames import ALL, frame_indices, frames_of, is_video
+from flow_grpo.rewards import scopes
+from flow_grpo.rewards.calls import (
+    ROWS,
+    accepted_metadata,
+    as_values,
+    check_inputs,
+    check_metadata,
+    copied,
+    finished,
+    is_ours,
+    takes_rows,
+)
 from flow_grpo.rewards.gradients import NoGradient, RewardGradient, check_differentiable, gradient_of, smoothed
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
-from flow_grpo.rewards.returned import as_values, finished
+from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video
 from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
+COLUMN = "rewards"
 
 
 class Reward(Protocol):
-    """A callable that scores images: values (B,), larger is better. `rewards.returned` has the other shapes of an answer."""
+    """A callable that scores images: values (B,), larger is better. `rewards.calls` has the other shapes of an answer."""
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> Any: ...
 
@@ -108,10 +117,10 @@ def call_reward(
     if frames == ALL and not is_video(images):
         raise FlowGRPOError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
     batch = _Images(images, prompts, metadata)
-    scope = groups.scope_of(reward)
-    if scope == groups.IMAGE:
+    scope = scopes.scope_of(reward)
+    if scope == scopes.IMAGE:
         return _call(name, reward, batch, graph)
-    members = groups.rows_by_group(prompts if group is None else group)
+    members = scopes.rows_by_group(prompts if group is None else group)
     single = next((rows[0] for rows in members if len(rows) < 2), None)
     if single is not None:
         raise FlowGRPOError(
@@ -121,9 +130,9 @@ def call_reward(
     if hasattr(reward, "score_groups"):  # it passes whole groups on
         group_of_row = {row: i for i, rows in enumerate(members) for row in rows}
         return _call(name, partial(reward.score_groups, [group_of_row[row] for row in range(len(prompts))]), batch)
-    if scope == groups.PAIR:
-        pairs = [pair for rows in members for pair in groups.pairs_of(rows, getattr(reward, "opponents", None))]
-        return groups.win_rates(len(prompts), pairs, _first_wins(name, reward, batch, pairs))
+    if scope == scopes.PAIR:
+        pairs = [pair for rows in members for pair in scopes.pairs_of(rows, getattr(reward, "opponents", None))]
+        return scopes.win_rates(len(prompts), pairs, _first_wins(name, reward, batch, pairs))
     values = torch.empty(len(prompts))
     for rows in members:
         values[rows] = _call(name, reward, batch.take(rows))
@@ -152,7 +161,7 @@ class _Images:
         A parameter `metadata` gets the columns as one dict for each image, as in flow_grpo, unless a column has that name.
         Where some prompts have none, a reward that names `source` cannot be called; one that takes any metadata goes without it.
         """
-        named = SOURCE in groups.signature(reward).parameters
+        named = SOURCE in scopes.signature(reward).parameters
         shows_sources = has_sources(self.metadata) and (named or all(self.metadata[SOURCES]))
         columns = {**self.metadata, SOURCE: None} if shows_sources else self.metadata
         keywords = dict(accepted_metadata(reward, columns, inputs))
@@ -180,8 +189,8 @@ def _first_wins(name: str, reward: Reward, batch: _Images, pairs: list[tuple[int
     A preference for one of the two positions then cancels. A reward with `symmetric = True`, which has none, is asked once.
     """
     parts = []
-    for start in range(0, len(pairs), groups.PAIRS_PER_CALL):
-        part = pairs[start : start + groups.PAIRS_PER_CALL]
+    for start in range(0, len(pairs), scopes.PAIRS_PER_CALL):
+        part = pairs[start : start + scopes.PAIRS_PER_CALL]
         first, second = [i for i, _ in part], [j for _, j in part]
         wins = _checked_probabilities(name, _call(name, reward, batch.pairs(first, second)))
         if not getattr(reward, "symmetric", False):
@@ -316,7 +325,7 @@ class WeightedSum:
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
         """The weight (B, R) of each trained reward for each image, if prompts name their rewards. ValueError: `selection.row_weights`."""
-        return selection.row_weights(metadata.get(selection.COLUMN), self.trained_weights, self.names)
+        return row_weights(metadata.get(COLUMN), self.trained_weights, self.names)
 
     @property
     def trained_weights(self) -> dict[str, float]:
@@ -350,7 +359,7 @@ class WeightedSum:
         return self._score_one(name, batch.with_second())[::2]
 
     def is_pair(self, name: str) -> bool:
-        return groups.scope_of(self.rewards[name]) == groups.PAIR
+        return scopes.scope_of(self.rewards[name]) == scopes.PAIR
 
     @property
     def has_pairs(self) -> bool:
@@ -361,10 +370,10 @@ class WeightedSum:
         reward, prompts, group = self.rewards[name], batch.prompts, batch.group
         if name not in self.drop_on_error:
             return score(name, reward, batch.images, prompts, group, **batch.metadata)
-        if groups.scope_of(reward) == groups.IMAGE:
+        if scopes.scope_of(reward) == scopes.IMAGE:
             return self._or_nan(name, batch)
         values = torch.empty(len(prompts))
-        for rows in groups.rows_by_group(prompts if group is None else group):  # the group that fails is dropped alone
+        for rows in scopes.rows_by_group(prompts if group is None else group):  # the group that fails is dropped alone
             values[rows] = self._or_nan(name, batch.take(rows))
         return values
 
@@ -405,3 +414,52 @@ class WeightedSum:
                 f"reward {name} gave no finite number for {missing} of {len(values)} images, whose groups were left out."
             )
         return values.where(values.isfinite(), math.nan)
+
+
+def row_weights(column: list | None, weights: dict[str, float], names: dict[str, str]) -> Tensor | None:
+    """The weight (B, R) of each of R trained rewards for each of B images, 0 where it does not score the image; None for all images alike.
+
+    Args:
+        column: for each image its rewards: a list of names, a text with commas, or weights by name (None is the reward's own weight).
+            None in place of all that means all rewards.
+        weights: the rewards' own weights by name.
+        names: the rewards by the names that a prompt may give them.
+
+    Raises:
+        FlowGRPOError: a prompt names a reward that is not there, or none that has a weight.
+    """
+    if column is None or not weights or all(entry is None for entry in column):
+        return None
+    return torch.tensor([list(_weights_of(entry, weights, names).values()) for entry in column])
+
+
+def _weights_of(entry: Any, weights: dict[str, float], names: dict[str, str]) -> dict[str, float]:
+    if entry is None:
+        return weights
+    selected = dict.fromkeys(weights, 0.0)
+    for name, weight in named(entry).items():
+        if name not in names:
+            raise FlowGRPOError(
+                f"a prompt names the reward {name}, but the run has {', '.join(names)}: add it to `rewards`."
+            )
+        if names[name] in weights:
+            selected[names[name]] = weights[names[name]] if weight is None else weight
+    if not any(selected.values()):
+        raise FlowGRPOError(f"a prompt names no reward to train on, but {entry!r}: name one of {', '.join(weights)}.")
+    return selected
+
+
+def named(entry: Any) -> dict[str, float | None]:
+    """The rewards that an entry of the column names, and their weights if it has any. FlowGRPOError if it is not such an entry."""
+    if isinstance(entry, str):
+        return {name.strip(): None for name in entry.split(",")}
+    if isinstance(entry, dict):
+        return entry
+    if isinstance(entry, Iterable) and all(isinstance(name, str) for name in entry):
+        return dict.fromkeys(entry)
+    raise FlowGRPOError(f"the column `{COLUMN}` names the rewards of a prompt, so {entry!r} is no entry of it: give names.")
+
+
+def names_reward(entry: Any, name: str) -> bool:
+    """Whether an entry of the column includes the reward of that name. FlowGRPOError as of `named`."""
+    return entry is None or name in named(entry)

@@ -23,7 +23,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 WORKSPACES = 4 * 32 * 2**20  # bytes that cuBLAS and cuBLASLt take, in the forward and in the backward thread
 
 INDEX = """
-from flow_grpo.rewards.devices import AUTO, usable_device
+from flow_grpo.rewards.networks import AUTO, usable_device
 
 
 class Index:

@@ -30,7 +30,7 @@ from flow_grpo.config.objective import OBJECTIVES
 from flow_grpo.policy import step_meter
 from flow_grpo.policy.hub import resolve_model
 from flow_grpo.rewards import REGISTRY
-from flow_grpo.rewards.frames import frames_of
+from flow_grpo.rewards.scopes import frames_of
 from flow_grpo.sampling import SOLVERS
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.training.setup import reason_not_to_call

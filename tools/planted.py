@@ -176,7 +176,7 @@ BUGS = [
     ),
     (
         "an image has the weights of the run, not of its prompt set",
-        "rewards/selection.py",
+        "rewards/scoring.py",
         "weights[names[name]] if weight is None else weight",
         "weights[names[name]]",
         "tests/training/test_prompt_sets.py -k rewards_of_its_prompt",
@@ -806,7 +806,7 @@ BUGS = [
     ),
     (
         "connections that send nothing keep others out",
-        "rewards/serving/connections.py",
+        "rewards/serving/server.py",
         "if len(idle) > max_idle:",
         "if False:",
         "tests/rewards/test_serving.py -k beyond_its_bound",
@@ -1049,7 +1049,7 @@ BUGS = [
     ),
     (
         "a reward of a video sees its first frame alone",
-        "rewards/frames.py",
+        "rewards/scopes.py",
         "return [round(i * (count - 1) / (number - 1)) for i in range(number)] if number > 1 else [(count - 1) // 2]",
         "return [0] * min(number, 1)",
         "tests/rewards/test_frames.py -k mean_over",

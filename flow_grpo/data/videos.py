@@ -8,8 +8,8 @@ from PIL import ExifTags, Image
 from torch import Tensor
 
 from flow_grpo.files import atomic_file
-from flow_grpo.rewards.frames import evenly_spaced, is_video
 from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.scopes import evenly_spaced, is_video
 
 STRIP_FRAMES = 4  # evenly spaced, with the first and the last
 FRAMES_PER_SECOND = 16  # as Wan 2.1 is trained; LTX and HunyuanVideo have 24

@@ -9,7 +9,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.dry_run_report import NUM_NOISE_IMAGES, DryRunReport
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import is_missing_download, offline_mode
-from flow_grpo.rewards.frames import ALL, frames_of
+from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
 

@@ -22,9 +22,8 @@ from flow_grpo.data.grid import from_bytes, to_bytes
 from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
 from flow_grpo.progress import phase
 from flow_grpo.rewards import user_code
-from flow_grpo.rewards.frames import evenly_spaced
 from flow_grpo.rewards.gradients import RHO, against, energy_share
-from flow_grpo.rewards.groups import IMAGE, rows_by_group, scope_of, signature, with_attributes_of
+from flow_grpo.rewards.scopes import IMAGE, evenly_spaced, rows_by_group, scope_of, signature, with_attributes_of
 from flow_grpo.text import counted
 
 NUM_TIMED = 5  # images that `measure` scores one by one

@@ -11,7 +11,7 @@ from torch import Tensor
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.doctor.reward_probe import ORIGINAL, SAME, SATURATED, WRONG_PROMPT, GradientStats, RewardStats
 from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs
-from flow_grpo.rewards.groups import rows_by_group
+from flow_grpo.rewards.scopes import rows_by_group
 from flow_grpo.text import escape_markup
 
 NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram

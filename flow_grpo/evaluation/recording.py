@@ -13,7 +13,7 @@ from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.rewards.frames import is_video
+from flow_grpo.rewards.scopes import is_video
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import SampleRecorder
 from flow_grpo.types import Evaluation

@@ -13,7 +13,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import Reward
-from flow_grpo.rewards.groups import GROUP, scope_of
+from flow_grpo.rewards.scopes import GROUP, scope_of
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training.losses import check_options, load_custom_function
 

@@ -13,7 +13,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.selection import COLUMN
+from flow_grpo.rewards.scoring import COLUMN
 from flow_grpo.training.losses import load_custom_function
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 

@@ -22,7 +22,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.rewards.copies import copied
+from flow_grpo.rewards.calls import copied
 from flow_grpo.rewards.user_code import guarded
 from flow_grpo.text import suggest
 from flow_grpo.training.anchors import Anchors, Prediction

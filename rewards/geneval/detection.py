@@ -10,9 +10,9 @@ from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImagePr
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.clip import OpenCLIP
-from flow_grpo.rewards.devices import usable_device
 from flow_grpo.rewards.downloads import downloads
 from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.networks import usable_device
 
 # COCO's 80 classes in their order, as GenEval calls them: computer mouse, tv remote, computer keyboard.
 CLASSES = (  # noqa: SIM905

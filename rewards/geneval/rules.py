@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.devices import AUTO
 from flow_grpo.rewards.geneval.detection import ColorNames, Detection, Detector
+from flow_grpo.rewards.networks import AUTO
 
 THRESHOLD = 0.3  # minimum score of a detection
 COUNTING_THRESHOLD = 0.9  # the same, in counting prompts

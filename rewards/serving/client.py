@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError, RetryableError
-from flow_grpo.rewards.frames import Frames, check_sendable, checked_frames
-from flow_grpo.rewards.groups import IMAGE, rows_by_group
 from flow_grpo.rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
+from flow_grpo.rewards.scopes import IMAGE, Frames, check_sendable, checked_frames, rows_by_group
 from flow_grpo.rewards.serving.retry import (
     CONNECT_TIMEOUT,
     Client,
@@ -61,12 +60,12 @@ class Remote:
         token: bearer token of the servers; by default the environment variable REWARD_TOKEN, which keeps it out of config files.
         timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
         encoding: send images as float32, or as PNG with 8 bits per channel and a tenth of the size.
-        expected_scope: raise an error if the servers' reward has another scope, see `rewards.groups`.
+        expected_scope: raise an error if the servers' reward has another scope, see `rewards.scopes`.
 
     Attributes:
         scope: of the servers' reward.
         costly: of the servers' reward.
-        frames: of a video, those that are sent, see `rewards.frames`; those of the servers' reward, unless they are set here. Without
+        frames: of a video, those that are sent, see `rewards.scopes`; those of the servers' reward, unless they are set here. Without
             either, it has no such attribute.
     """
 

@@ -24,6 +24,7 @@ import platform
 import secrets
 import socket
 import sys
+from asyncio import Transport
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -34,20 +35,21 @@ import torch
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.calls import named_columns
-from flow_grpo.rewards.frames import frames_of
-from flow_grpo.rewards.groups import IMAGE, scope_of
 from flow_grpo.rewards.images import SOURCES
 from flow_grpo.rewards.interrupt import DaemonThread, exit_with_parent
 from flow_grpo.rewards.loading import load
+from flow_grpo.rewards.scopes import IMAGE, frames_of, scope_of
 from flow_grpo.rewards.scoring import Reward, call_reward
-from flow_grpo.rewards.serving.connections import bounded
 from flow_grpo.rewards.serving.request import Limits, checked, checked_group, checked_sources, decode, read_body, refused
 
 MAX_REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
 SHUTDOWN_TIMEOUT = 5  # seconds that running requests have to finish when the server shuts down
+IDLE_TIMEOUT = 10.0  # seconds that a connection may stay open without a running request
+MAX_IDLE = 128  # such connections at a time; beyond this the oldest is closed
 
 
 def serve(
@@ -194,3 +196,43 @@ def serve_parent() -> None:
         print(json.dumps({"url": url}), file=answers, flush=True)
 
     serve({request["reward"]: reward}, "127.0.0.1", 0, token=request["token"], limits=limits, ready=ready)
+
+
+def bounded(seconds: float = IDLE_TIMEOUT, max_idle: int = MAX_IDLE) -> type[H11Protocol]:
+    """Return an HTTP protocol for uvicorn; its own waits forever for the header of a request."""
+    idle: dict[Any, Any] = {}  # connection -> timer, the oldest first
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._start_idle_timer()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._start_idle_timer()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._start_idle_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.stop_timer()
+            super().connection_lost(exc)
+
+        def _start_idle_timer(self) -> None:
+            """Start the timer while no request is running, whatever data arrives."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.stop_timer()
+            elif self not in idle and not self.transport.is_closing():
+                idle[self] = self.loop.call_later(seconds, self.transport.abort)
+                if len(idle) > max_idle:
+                    oldest = next(iter(idle))
+                    oldest.stop_timer()
+                    oldest.transport.abort()
+
+        def stop_timer(self) -> None:
+            timer = idle.pop(self, None)
+            if timer is not None:
+                timer.cancel()
+
+    return Bounded

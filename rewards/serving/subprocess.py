@@ -16,8 +16,7 @@ from torch import Tensor
 
 import flow_grpo
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.devices import current_gpu
-from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.rewards.interrupt import DaemonThread, current_gpu
 from flow_grpo.rewards.serving.client import NoServer, Remote
 
 # Only this package is imported from here: with its folder on sys.path, everything installed next to it could be imported too.

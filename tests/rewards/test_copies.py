@@ -11,7 +11,7 @@ from support.embedded import short_run
 from support.reward_inputs import scored_unchanged
 
 from flow_grpo import rewards
-from flow_grpo.rewards.copies import copied
+from flow_grpo.rewards.calls import copied
 from flow_grpo.rewards.images import to_pil
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.trainer import FlowGRPOTrainer

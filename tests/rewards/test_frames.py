@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from flow_grpo import rewards
 from flow_grpo.evaluation.image_metrics import diversity, high_frequency_power, rms_difference
-from flow_grpo.rewards.frames import evenly_spaced, frame_indices, frames_of
 from flow_grpo.rewards.loading import with_frames
+from flow_grpo.rewards.scopes import evenly_spaced, frame_indices, frames_of
 
 VIDEOS = torch.rand(4, 9, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["a", "a", "b", "b"]

@@ -11,7 +11,7 @@ import torch
 import uvicorn
 
 from flow_grpo import rewards
-from flow_grpo.rewards import WeightedSum, groups
+from flow_grpo.rewards import WeightedSum, scopes
 from flow_grpo.rewards.serving.client import Remote, png
 from flow_grpo.rewards.serving.request import Limits
 from flow_grpo.rewards.serving.server import application
@@ -99,7 +99,7 @@ def test_a_preference_for_the_first_place_cancels():
 @pytest.mark.parametrize("opponents", [1, 2, 3, 4, 6, 7, 40])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
 def test_with_fewer_opponents_all_images_meet_equally_many_others_once(size, opponents):
-    pairs = groups.pairs_of(list(range(10, 10 + size)), opponents)
+    pairs = scopes.pairs_of(list(range(10, 10 + size)), opponents)
     met = [sum(i in pair for pair in pairs) for i in range(10, 10 + size)]
     assert set(met) == {min(opponents + opponents % 2, size - 1)}
     assert len({frozenset(pair) for pair in pairs}) == len(pairs)
@@ -112,7 +112,7 @@ def test_opponents_and_scope_are_set_where_a_reward_is_loaded(tmp_path):
     reward = rewards.load(f"{tmp_path}/mine.py:wins", scope="pair", opponents=2, margin=0.0)
     pictures = torch.linspace(0, 1, 6).view(6, 1, 1, 1).expand(-1, 3, 2, 2)
     assert rewards.score("wins", reward, pictures, ["a"] * 6).tolist() == [0, 0.5, 0.5, 0.5, 0.5, 1]
-    assert groups.scope_of(reward) == "pair"
+    assert scopes.scope_of(reward) == "pair"
     for wrong in ({"scope": "group", "opponents": 2}, {"opponents": 2}, {"scope": "pairs"}):
         with pytest.raises(ValueError, match=r"is for a reward of scope pair|is none of image, group, pair"):
             rewards.load(f"{tmp_path}/mine.py:wins", **wrong)
@@ -270,8 +270,8 @@ def test_a_server_gets_whole_groups_whatever_its_batches_and_gives_the_local_val
                 assert torch.equal(rewards.score(name, there, *batch), rewards.score(name, local, *batch))
         assert all(len(set(prompts)) == 1 and len(prompts) in (3, 4) for prompts in requests)
         there = rewards.load("spread", remote=url, scope="group")
-        assert groups.scope_of(there) == "group"
-        assert groups.scope_of(Remote(url, "mean")) == "image"
+        assert scopes.scope_of(there) == "group"
+        assert scopes.scope_of(Remote(url, "mean")) == "image"
         with pytest.raises(
             ValueError, match="serves the reward mean with scope image, not pair: set the scope where it runs"
         ):

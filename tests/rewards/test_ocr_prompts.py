@@ -9,8 +9,7 @@ import yaml
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import ocr_prompts
-from flow_grpo.rewards.ocr import OCR
-from flow_grpo.rewards.quotes import quoted_texts
+from flow_grpo.rewards.ocr import OCR, quoted_texts
 
 SIZES = {"train": 4096, "test": 512}
 PROMPTS = {name: load_prompts(f"prompts/ocr_{name}.txt").prompts for name in SIZES}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flow_grpo.rewards.quotes import quoted_texts
+from flow_grpo.rewards.ocr import quoted_texts
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from flow_grpo import rewards
-from flow_grpo.rewards.copies import is_ours
+from flow_grpo.rewards.calls import is_ours
 
 
 def scored_unchanged(

@@ -7,7 +7,7 @@ from support.thread_processes import run_as_processes
 
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.groups import scope_of
+from flow_grpo.rewards.scopes import scope_of
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.setup import load_reward
 

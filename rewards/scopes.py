@@ -1,22 +1,30 @@
-"""Rewards that see more than one image: the images of a group together, or two of them at a time.
+"""What a reward sees at a time: one image, the images of a group, or pairs of them; and which frames of a video.
 
-A reward says so by its attribute `scope`: `image` (the default), `group` or `pair`. `rewards.load(name, scope=...)` sets it from outside.
+A reward says so by its attributes `scope` and `frames`; `rewards.load(name, scope=..., frames=...)` sets them from outside.
+
+Its `scope` is `image` (the default), `group` or `pair`:
 
     group: `reward(images, prompts, **metadata)` gets the images of one group (G, 3, H, W), their prompt G times, and returns G values.
     pair:  `reward(first, second, prompts, **metadata)` gets n pairs, two times (n, 3, H, W), and returns for each the probability, or
            0 or 1, that the first image is better. An image's value is its win rate within its group (Pref-GRPO, arXiv 2508.20751).
            Each pair is asked in both orders, unless the reward has the attribute `symmetric = True`.
+
+A reward of images gets one frame of each video at a time, and its value is the mean over the `frames`:
+
+    4:       four frames, evenly spaced from the first to the last; any number. This is the default; 1 is the frame in the middle.
+    "first": the first frame.
+    "last":  the last frame.
+    "all":   whole videos (B, F, 3, H, W) in one call.
 """
 
 import inspect
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.frames import Frames, checked_frames, frames_of
 
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
 PAIRS_PER_CALL = 32  # that a pair reward gets at a time, since they are copies of the images
@@ -28,6 +36,9 @@ ATTRIBUTES = (
     "frames",
     "differentiable",
 )  # of a reward, that say how it is called
+Frames = int | Literal["first", "last", "all"]
+FIRST, LAST, ALL = "first", "last", "all"
+DEFAULT_FRAMES = 4
 
 
 class Scoped:
@@ -36,7 +47,7 @@ class Scoped:
     Args:
         reward: called as its new scope says; for `pair` its method `compare`, if it has one.
         opponents: for `pair`: see `pairs_of`; by default the reward's own attribute.
-        frames: of a video, see `rewards.frames`.
+        frames: of a video, see `rewards.scopes`.
 
     Raises:
         FlowGRPOError: there is no such scope or choice of frames, or `opponents` is for another scope.
@@ -121,3 +132,43 @@ def signature(reward: Any) -> inspect.Signature:
     """What a reward takes; of a module without a `__call__` of its own, its `forward`."""
     is_plain_module = isinstance(reward, torch.nn.Module) and type(reward).__call__ is torch.nn.Module.__call__
     return inspect.signature(reward.forward if is_plain_module else reward)
+
+
+def is_video(images: Tensor) -> bool:
+    """Whether these are videos (B, F, 3, H, W), not images (B, 3, H, W)."""
+    return images.ndim == 5
+
+
+def frames_of(reward: Any) -> Frames:
+    """The frames that a reward sees: its attribute `frames`, else 4. FlowGRPOError if that is no such choice."""
+    frames = getattr(reward, "frames", DEFAULT_FRAMES)
+    # an object may have something else by that name
+    return checked_frames(frames) if isinstance(frames, int | str) and not isinstance(frames, bool) else DEFAULT_FRAMES
+
+
+def checked_frames(frames: Any) -> Frames:
+    """The choice itself. FlowGRPOError if there is no such choice."""
+    if frames in (FIRST, LAST, ALL) or (isinstance(frames, int) and not isinstance(frames, bool) and frames > 0):
+        return frames
+    raise FlowGRPOError(f"frames={frames} of a reward is neither a number from 1 nor first, last or all: set one of them.")
+
+
+def check_sendable(name: str, frames: Frames) -> None:
+    """Check the frames of a reward that runs in another process. ValueError for frames=all: only images can be sent."""
+    if frames == ALL:
+        raise FlowGRPOError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
+
+
+def frame_indices(frames: Frames, count: int) -> list[int]:
+    """Which of `count` frames a reward of images sees."""
+    if frames in (FIRST, LAST):
+        return [0 if frames == FIRST else count - 1]
+    assert isinstance(frames, int)
+    return evenly_spaced(frames, count)
+
+
+def evenly_spaced(number: int, count: int) -> list[int]:
+    """At most `number` of `count` indices, evenly spaced, with the first and the last; a single one is in the middle."""
+    if number >= count:
+        return list(range(count))
+    return [round(i * (count - 1) / (number - 1)) for i in range(number)] if number > 1 else [(count - 1) // 2]
