@@ -13,10 +13,9 @@ import sys
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.plan.estimate import ENCODING, StepEstimator
+from flow_grpo.plan.estimate import ENCODING, StepEstimator, text_encoder_bytes
 from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates
-from flow_grpo.plan.published import FOLDER, FOLDERS
-from flow_grpo.plan.weights_memory import text_encoder_bytes
+from flow_grpo.plan.meta_pipeline import FOLDER, FOLDERS
 from flow_grpo.policy.library_logging import quiet_libraries
 
 PRESETS = [

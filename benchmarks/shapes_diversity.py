@@ -25,8 +25,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.evaluation.generate import generate_images, image_seed
-from flow_grpo.evaluation.held_out import NUM_DIVERSITY_PROMPTS
+from flow_grpo.evaluation.generate import NUM_DIVERSITY_PROMPTS, generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import rms_difference
 from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.shapes import drawing

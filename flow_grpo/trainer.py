@@ -184,7 +184,7 @@ class FlowGRPOTrainer:
         Raises:
             FlowGRPOError: the run is not finished, there is no token, or the hub refuses.
         """
-        from flow_grpo.export.push import export_and_push
+        from flow_grpo.export.export import export_and_push
 
         return export_and_push(self.folder, repo_id, private=private, best=best)
 

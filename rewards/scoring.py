@@ -324,7 +324,7 @@ class WeightedSum:
             check_differentiable(name, self.rewards[name])
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
-        """The weight (B, R) of each trained reward for each image, if prompts name their rewards. ValueError: `selection.row_weights`."""
+        """The weight (B, R) of each trained reward for each image, if prompts name their rewards. FlowGRPOError as of `row_weights`."""
         return row_weights(metadata.get(COLUMN), self.trained_weights, self.names)
 
     @property

@@ -56,7 +56,7 @@ MAY_IMPORT["cli"] = {*MAY_IMPORT}
 # Libraries that these packages alone may import.
 ONLY_IN = {
     "diffusers": {"policy", "tiny", "plan"},
-    "transformers": {"policy", "tiny", "rewards"},
+    "transformers": {"policy", "plan", "tiny", "rewards"},
     "peft": {"policy"},
     "open_clip": {"rewards"},
     "typer": {"cli", "tiny"},

@@ -23,7 +23,7 @@ from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation import measure
 from flow_grpo.evaluation.group_dependence import RewardInputs
-from flow_grpo.plan import block_speed
+from flow_grpo.plan import hardware
 from flow_grpo.progress import Phase, PhaseProgress, due_line, phase, show_phases
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -170,7 +170,7 @@ def names(monkeypatch):
 
 
 def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, monkeypatch, names):
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
     dry_run(short_run(tmp_path / "run"))
     pictures = RewardInputs(torch.rand(2, 3, 8, 8), ["a", "b"], {})
     reward_probe.measure("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)

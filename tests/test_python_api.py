@@ -190,7 +190,7 @@ def test_save_model_writes_what_the_run_leaves(tmp_path):
 
 
 def test_push_to_hub_needs_a_name_and_a_token(tmp_path, monkeypatch):
-    monkeypatch.setattr("flow_grpo.export.push.get_token", lambda: None)
+    monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
     trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"))
     with pytest.raises(ValueError, match="is no name for the hub"):
         trainer.push_to_hub("signs")
@@ -208,7 +208,7 @@ def test_push_to_hub_uploads_the_last_or_the_best_weights_and_returns_the_addres
         with local_hub() as server:
             here = settings(server)
             monkeypatch.setenv("HF_TOKEN", here["HF_TOKEN"])
-            monkeypatch.setattr("flow_grpo.export.push.HfApi", partial(HfApi, endpoint=here["HF_ENDPOINT"]))
+            monkeypatch.setattr("flow_grpo.export.export.HfApi", partial(HfApi, endpoint=here["HF_ENDPOINT"]))
             address = trainer.push_to_hub("me/signs", private=True, **({"best": True} if best else {}))
         sent = uploaded(server)
         assert address == f"{here['HF_ENDPOINT']}/me/signs"

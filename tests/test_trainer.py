@@ -1127,7 +1127,7 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
 
     monkeypatch.setattr("flow_grpo.training.setup.Processes.from_environment", lambda device: small.Two(other, rank))
     trainer = made(tmp_path / "run", held_out=HELD_OUT.head(2), steps=1, ema_decay=0)
-    monkeypatch.setattr("flow_grpo.evaluation.held_out.best_and_worst", lambda values: [])
+    monkeypatch.setattr("flow_grpo.evaluation.generate.best_and_worst", lambda values: [])
     evaluation = trainer.train()
     files = sorted(place.name for place in (tmp_path / "run").iterdir()) if (tmp_path / "run").exists() else []
     assert ("config.yaml" in files) == (rank == 0)

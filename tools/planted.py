@@ -197,7 +197,7 @@ BUGS = [
     ),
     (
         "an evaluation's win rate is against the policy itself",
-        "flow_grpo/evaluation/held_out.py",
+        "flow_grpo/evaluation/generate.py",
         "        with base():\n            of_base",
         "        if True:\n            of_base",
         "tests/evaluation/test_held_out.py -k win_rate",
@@ -232,7 +232,7 @@ BUGS = [
     ),
     (
         "two objects in another order make another prompt",
-        "flow_grpo/data/prompt_overlap.py",
+        "flow_grpo/data/prompt_warnings.py",
         'sorted(things.split(" and "))',
         'things.split(" and ")',
         "tests/data/test_prompt_overlap.py -k order_of_a_pair",
@@ -351,7 +351,7 @@ BUGS = [
     ),
     (
         "a push deletes what somebody else has put beside the export",
-        "flow_grpo/export/push.py",
+        "flow_grpo/export/export.py",
         "[glob.escape(name) for name",
         "[name for name",
         "tests/export/test_export.py -k pushing",
@@ -979,21 +979,21 @@ BUGS = [
     ),
     (
         "of several rows with one prompt all images get the first",
-        "flow_grpo/data/prompt_join.py",
+        "flow_grpo/data/image_folders.py",
         "rows = list(range(len(labels)))",
         "rows = [prompts.prompts.index(text) for text in prompts.prompts]",
         "tests/data/test_image_sets.py -k although_the_prompt_is_one",
     ),
     (
         "the blur of a JPEG is taken for an edge of its images",
-        "flow_grpo/data/grid_detection.py",
+        "flow_grpo/data/grid_layout.py",
         "return exact if exact == lossy else _without_jpeg_blur(pixels, exact, lossy)",
         "return exact",
         "tests/data/test_grid_detection.py -k cut_to_the_pixel",
     ),
     (
         "images with borders of the gutters' color lose them",
-        "flow_grpo/data/grid_detection.py",
+        "flow_grpo/data/grid_layout.py",
         "    _check_borders(layout, [",
         "    assert all([",
         "tests/data/test_grid_detection.py -k very_images_or_refused",
@@ -1119,7 +1119,7 @@ BUGS = [
     ),
     (
         "a damaged evaluation.json stops the report and the resumed run",
-        "flow_grpo/run_folder/contents.py",
+        "flow_grpo/run_folder/reader.py",
         "except ValidationError:",
         "except TypeError:",
         "tests/test_any_content.py -k pictures_is_shown",

@@ -152,10 +152,10 @@ def _warnings(reward_sum: "WeightedSum", rows: Any, images: "dict[int, Tensor]")
 
 def _write(scorecard: "Scorecard", folder: Path, settings: dict[str, Any], warnings: list[str]) -> None:
     """Print the tables and write them to files."""
-    from flow_grpo.evaluation import tables
+    from flow_grpo.evaluation.scorecard import CSV, JSON, MARKDOWN, show, write
 
-    tables.show(console, scorecard)
+    show(console, scorecard)
     for warning in dict.fromkeys(warnings):
         say(f"warning: {warning}")
-    tables.write(folder, scorecard, settings)
-    say(f"numbers: {', '.join(str(folder / name) for name in (tables.JSON, tables.MARKDOWN, tables.CSV))}")
+    write(folder, scorecard, settings)
+    say(f"numbers: {', '.join(str(folder / name) for name in (JSON, MARKDOWN, CSV))}")

@@ -32,8 +32,8 @@ def export(
     [bold]flow-grpo export runs/tiny_ocr --merge --out signs-model[/bold]
     [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
     """
+    from flow_grpo.export.export import check_push, push_export
     from flow_grpo.export.export import export as export_run
-    from flow_grpo.export.push import check_push, push_export
     from flow_grpo.run_folder import layout
 
     if private and push is None:

@@ -9,7 +9,7 @@ from flow_grpo.cli.console import say
 from flow_grpo.errors import FlowGRPOError
 
 if TYPE_CHECKING:
-    from flow_grpo.data.grid_options import GridOptions
+    from flow_grpo.data.grid_layout import GridOptions
     from flow_grpo.data.image_sets import ImageRecords, ImageSet
     from flow_grpo.data.prompts import PromptSet
 
@@ -49,7 +49,7 @@ Crop = Annotated[
 
 def grid_layout(rows: int | None, columns: int | None, padding: str | None, crop: str | None) -> "GridOptions":
     """The layout that the options describe. FlowGRPOError if --padding or --crop are not numbers of pixels."""
-    from flow_grpo.data.grid_options import GridOptions
+    from flow_grpo.data.grid_layout import GridOptions
 
     return GridOptions(rows, columns, _pixels("--padding", padding, 2), _pixels("--crop", crop, 4))
 
@@ -101,7 +101,7 @@ def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | I
 
 def say_notes(prompts: "PromptSet") -> None:
     """Print how prompts were read, and what in them may not be meant as it is read."""
-    from flow_grpo.data.prompt_syntax import syntax_warnings
+    from flow_grpo.data.prompt_warnings import syntax_warnings
 
     for line in (*prompts.notes, *(f"warning: {sentence}" for sentence in syntax_warnings(prompts.prompts))):
         say(line)

@@ -86,7 +86,7 @@ def probe(
     [bold]flow-grpo rewards test ocr --images samples/grid.png[/bold]
     """
     from flow_grpo import rewards
-    from flow_grpo.doctor import reward_probe, show_reward
+    from flow_grpo.doctor import reward_probe
     from flow_grpo.evaluation.group_dependence import RewardInputs
 
     reward, options = parse_reward(name)
@@ -97,8 +97,8 @@ def probe(
     prepare_file(file)
     inputs = RewardInputs(image_set.images(), image_set.prompts, image_set.columns())
     stats = reward_probe.measure(reward, lambda: rewards.load(reward, **options), inputs)
-    show_reward.show(console, f"{reward} on {counted(len(image_set), 'image')} of {images}", stats)
-    show_reward.save_ranked(file, reward, inputs, image_set.labels, stats.values[reward_probe.ORIGINAL])
+    reward_probe.show(console, f"{reward} on {counted(len(image_set), 'image')} of {images}", stats)
+    reward_probe.save_ranked(file, reward, inputs, image_set.labels, stats.values[reward_probe.ORIGINAL])
     say(f"best to worst: {file}")
 
 

@@ -45,7 +45,7 @@ class RunSettings(ConfigSection):
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
     prompts: Prompts = Field(default_factory=_bundled_prompts)
     """Training prompts: .txt (one a line), .json, .jsonl, .csv, .tsv or .parquet (a column `prompt`, the others are metadata), also by
-    https; a hub data set; or a known prompt set by name. The names are in flow_grpo/data/prompt_sets.py. Required, except for the
+    https; a hub data set; or a known prompt set by name. The names are in flow_grpo/data/prompt_sources.py. Required, except for the
     embedded model, which has its own. A list of sets `{file: ..., weight: ..., rewards: ...}` mixes them by weight; advantages are
     normalised within a set."""
     rewards: dict[str, RewardConfig] = Field(default_factory=lambda: {"ocr": RewardConfig()})

@@ -5,6 +5,7 @@ enlarged by integer factors only, so that `read_grid` returns their exact pixels
 """
 
 import json
+import re
 import textwrap
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,20 +17,77 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
-from flow_grpo.data import parameters
-from flow_grpo.data.videos import save_animation, strips
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import atomic_file
 from flow_grpo.image_prompt import SourceImage, images_of
 from flow_grpo.rewards import images as reward_images
 from flow_grpo.rewards.image_files import MAX_PIXELS, open_header, read_image_file
-from flow_grpo.rewards.scopes import is_video
+from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.scopes import evenly_spaced, is_video
 
+FIELD = "parameters"
+SETTINGS = re.compile(r"\n[A-Z][\w ]*: [^\n]*, [A-Z][\w ]*: [^\n]*$")  # the last line, such as `Steps: 20, Seed: 1`
+STRIP_FRAMES = 4  # evenly spaced, with the first and the last
+FRAMES_PER_SECOND = 16  # as Wan 2.1 is trained; LTX and HunyuanVideo have 24
 CHUNK = "flow_grpo"
 GAP = 10
 SMALLEST_CELL = 192  # pixels: narrower images are enlarged to about this width
 LINE = 15
 INK, PAPER = (70, 70, 76), (250, 250, 250)
+
+
+def write_parameters(prompt: str, **settings: object) -> str:
+    """The text of an image: its prompt, then a line of settings, of which those programs expect at least three."""
+    return "\n".join([prompt, ", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items())])
+
+
+def prompt_of(parameters: str | None) -> str | None:
+    """The prompt in such a text, without the negative one and the settings; None if it has another form."""
+    settings = SETTINGS.search((parameters or "").rstrip())
+    if parameters is None or settings is None:
+        return None
+    return parameters[: settings.start()].split("\nNegative prompt: ")[0].strip() or None
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
+
+
+def strip_frames(videos: Tensor) -> Tensor:
+    """Videos (B, F, 3, H, W) -> (B, n, 3, H, W): those of their frames that a strip shows."""
+    return videos[:, evenly_spaced(STRIP_FRAMES, videos.shape[1])]
+
+
+def strips(images: Tensor) -> Tensor:
+    """Videos (B, F, 3, H, W) -> (B, 3, H, n W), n of their frames side by side; images (B, 3, H, W) stay as they are."""
+    return torch.cat(strip_frames(images).unbind(1), -1) if is_video(images) else images
+
+
+def cut_strips(images: Tensor, width: int) -> Tensor:
+    """Strips (B, 3, H, n W) of frames of width W -> (B, n, 3, H, W)."""
+    return torch.stack(images.split(width, -1), 1)
+
+
+def save_animation(
+    path: Path, video: Tensor, longest_side: int | None = None, quality: int = 90, description: str = ""
+) -> None:
+    """Write a video (F, 3, H, W) in [0, 1] as an animated WebP that repeats.
+
+    Args:
+        longest_side: in pixels, to which larger frames are reduced.
+        description: what the file says of itself, in its Exif data.
+    """
+    frames = to_pil(video)
+    if longest_side is not None:
+        for frame in frames:
+            frame.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
+    settings: dict[str, Any] = {"duration": round(1000 / FRAMES_PER_SECOND), "loop": 0, "quality": quality}
+    if description:
+        exif = Image.Exif()
+        exif[ExifTags.Base.ImageDescription] = description
+        settings["exif"] = exif
+    with atomic_file(path) as file:
+        frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:], **settings)
 
 
 @dataclass(frozen=True)
@@ -120,7 +178,7 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
     content = {"scale": 1, "cells": [_content(cell, [0, 0, image.shape[2], image.shape[1]])]}
     info.add_itxt(CHUNK, json.dumps(content))
     size = f"{image.shape[2]}x{image.shape[1]}"
-    info.add_itxt(parameters.FIELD, parameters.write_parameters(cell.prompt, Seed=cell.seed, Size=size, Model=cell.model))
+    info.add_itxt(FIELD, write_parameters(cell.prompt, Seed=cell.seed, Size=size, Model=cell.model))
     with atomic_file(path) as file:
         Image.fromarray(to_bytes(image[None])[0]).save(file, pnginfo=info)
 

@@ -1,8 +1,27 @@
-"""The geometry of a grid image: cells of one size in rows and columns."""
+"""The layout of a grid of images: as the user says, or as it is detected."""
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
+
+from flow_grpo.errors import FlowGRPOError
+
+JPEG_TOLERANCE = 64  # of 255: largest deviation of a JPEG's background from its color
+MIN_EDGE_CONTRAST = 4  # of 255: a smaller difference from the background is no edge
+JPEG_BLUR = 2  # pixels by which JPEG compression blurs an edge
+MIN_IMAGE_SIZE = 8  # pixels, of height and width
+MAX_LETTER_SIZE = 32  # pixels: letters of a title are no larger
+MIN_EDGE_CONTENT = 0.5  # share of an image's outermost lines that is not background, at least
+MAX_PARTS = 4000
+NUM_BACKGROUND_COLORS = 3  # most frequent colors that are tried as background
+ADVICE = (
+    "Give --rows and --columns, --padding for what is between the images, captions included, and --crop for what is around all; "
+    "--rows 1 --columns 1 reads it as one image"
+)
+PLAIN = 4  # of 255: largest difference within a line of a margin
 
 
 @dataclass(frozen=True)
@@ -119,3 +138,345 @@ def equal_cells(size: tuple[int, int], rows: int, columns: int, padding: tuple[i
         sides.append(side)
     (tops, lefts), (height, width) = starts, sides
     return GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=rows * columns)
+
+
+class NotAGrid(FlowGRPOError):
+    """The image has several parts, but they may not be the images of a grid.
+
+    Attributes:
+        has_images: whether several of the parts are certainly images.
+    """
+
+    def __init__(self, problem: str, has_images: bool = True) -> None:
+        super().__init__(problem)
+        self.has_images = has_images
+
+
+def detect(pixels: np.ndarray) -> GridLayout | None:
+    """The layout of a grid image (H, W, 3) uint8 with at least two images; None if it has no gutters.
+
+    Raises:
+        NotAGrid: it has several parts, but they are not images of one size at equal distances, or there is more than one way to cut it.
+    """
+    exact = _detect_with_tolerance(pixels, 0)
+    if isinstance(exact, NotAGrid) and exact.has_images:
+        raise exact
+    lossy = _detect_with_tolerance(pixels, JPEG_TOLERANCE)
+    if isinstance(exact, GridLayout) and isinstance(lossy, GridLayout):
+        return exact if exact == lossy else _without_jpeg_blur(pixels, exact, lossy)
+    problems = []
+    for attempt in (exact, lossy):
+        if isinstance(attempt, GridLayout):
+            return attempt
+        if attempt is not None:
+            problems.append(attempt)
+    if problems:
+        raise max(problems, key=lambda problem: problem.has_images)
+    return None
+
+
+def _detect_with_tolerance(pixels: np.ndarray, tolerance: int) -> "GridLayout | NotAGrid | None":
+    """The layout if the background deviates from one color by at most `tolerance`, or the most specific reason why there is none."""
+    problems = []
+    for color in _background_colors(pixels, tolerance):
+        try:
+            layout = _detect_on_background(pixels, color, tolerance)
+        except NotAGrid as error:
+            problems.append(error)
+            continue
+        if layout is not None:
+            return layout
+    return max(problems, key=lambda problem: problem.has_images, default=None)
+
+
+def _without_jpeg_blur(pixels: np.ndarray, exact: GridLayout, lossy: GridLayout) -> GridLayout:
+    """The lossy layout, if the exact one is larger by JPEG blur only. NotAGrid if the difference may be a border of the images."""
+    pairs = list(zip(exact.boxes(), lossy.boxes(), strict=False))
+    if (exact.rows, exact.columns) == (lossy.rows, lossy.columns) and all(
+        b.is_within(a) and a.is_within(b, JPEG_BLUR) for a, b in pairs
+    ):
+        outer = [line for a, b in pairs[: lossy.filled] for line in _border_lines(pixels, a, b)]
+        if all(np.ptp(line, axis=0).any() for line in outer):
+            return lossy
+    raise NotAGrid("the edges of its images are too faint to see where they end")
+
+
+def _border_lines(pixels: np.ndarray, outer: Box, inner: Box) -> list[np.ndarray]:
+    """The first line of the outer box at each side on which it is larger."""
+    lines, cell = [], outer.crop(pixels)
+    sides = ((inner.top > outer.top, cell[0]), (inner.bottom < outer.bottom, cell[-1]))
+    across = ((inner.left > outer.left, cell[:, 0]), (inner.right < outer.right, cell[:, -1]))
+    lines += [line for larger, line in (*sides, *across) if larger]
+    return lines
+
+
+def _background_colors(pixels: np.ndarray, tolerance: int) -> list[np.ndarray]:
+    """The most frequent colors of single-color lines across the whole image."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for axis in (0, 1):
+        plain = np.ptp(pixels, axis=axis).max(-1) <= tolerance
+        means = pixels.compress(plain, axis=1 - axis).mean(axis, dtype=np.float32)
+        counts.update(tuple(int(value) for value in color) for color in means.round())
+    return [np.array(color, np.uint8) for color, _ in counts.most_common(NUM_BACKGROUND_COLORS)]
+
+
+def _detect_on_background(pixels: np.ndarray, color: np.ndarray, tolerance: int) -> GridLayout | None:
+    """The layout on a background of that color. None if there is a single part."""
+    contrast = (np.maximum(pixels, color) - np.minimum(pixels, color)).max(-1)
+    parts = _xy_cut(contrast <= tolerance)
+    if len(parts) < 2:
+        return None
+    images = _find_images(parts, contrast > max(tolerance, MIN_EDGE_CONTRAST), JPEG_BLUR if tolerance else 0)
+    textured = [image for image in images if np.ptp(image.crop(pixels), axis=(0, 1)).any()]  # a letter may have one color
+    if len(textured) < 2:
+        raise NotAGrid("its parts have no straight edges as images have", has_images=False)
+    tops, height = _regular_spacing([(i.top, i.bottom) for i in images], "rows")
+    lefts, width = _regular_spacing([(i.left, i.right) for i in images], "columns")
+    size, count = (pixels.shape[0], pixels.shape[1]), len(tops) * len(lefts)
+    layout = GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=count)
+    _check_parts(layout, images, parts)
+    _check_room(layout, contrast)
+    _check_borders(layout, [part for part in parts if not any(part.overlaps(box) for box in layout.boxes())])
+    full = [i for i, box in enumerate(layout.boxes()) if (box.crop(contrast) > tolerance).any()]
+    return replace(layout, filled=full[-1] + 1)
+
+
+def _xy_cut(background: np.ndarray) -> list[Box]:
+    """The parts of a grid image, cut along lines of background, and cut again until no such line crosses a part."""
+    height, width = background.shape
+    area = Box(0, 0, height, width)
+    boxes: list[Box] = []
+    # a part, the axis of its next cut, and whether its last cut found nothing
+    waiting: list[tuple[Box, Literal[0, 1], bool]] = [(area, 0, False)]
+    while waiting:
+        box, axis, settled = waiting.pop()
+        runs = _runs(np.logical_not(box.crop(background).all(axis=1 - axis)))
+        uncut = runs == [(0, box.height if axis == 0 else box.width)]
+        if uncut and settled:
+            boxes.append(box)
+            continue
+        for begin, end in runs:
+            if axis == 0:
+                part = Box(box.top + begin, box.left, box.top + end, box.right)
+            else:
+                part = Box(box.top, box.left + begin, box.bottom, box.left + end)
+            waiting.append((part, 1 if axis == 0 else 0, uncut))
+        if len(boxes) + len(waiting) > MAX_PARTS:
+            raise NotAGrid("it has thousands of parts", has_images=False)
+    return boxes
+
+
+def _runs(lines: np.ndarray) -> list[tuple[int, int]]:
+    """Begin and end of each run of true values."""
+    steps = np.diff(np.concatenate([[0], lines.astype(np.int8), [0]]))
+    return list(zip(np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist(), strict=True))
+
+
+def _find_images(parts: list[Box], content: np.ndarray, blur: int) -> list[Box]:
+    """The parts with four straight edges, and images of the same size inside parts that include a title.
+
+    Small parts next to much larger ones are letters, even if they have straight edges.
+
+    Args:
+        content: (H, W), True where the pixel is not background.
+        blur: largest distance in pixels between a straight edge and the part's.
+    """
+    cores = [(part, core) for part in parts if (core := _trim(part, content)) is not None]
+    plain = [core for part, core in cores if part.is_within(core, slack=blur)]
+    largest = max((min(image.height, image.width) for image in plain), default=0)
+    plain = [image for image in plain if min(image.height, image.width) >= min(MAX_LETTER_SIZE, largest / 3)]
+    sizes = {(image.height, image.width) for image in plain}
+    return plain + [core for _, core in cores if core not in plain and (core.height, core.width) in sizes]
+
+
+def _trim(part: Box, content: np.ndarray) -> Box | None:
+    """The part without its outer lines that are mostly background; None if it is then too small for an image."""
+    while min(part.height, part.width) >= MIN_IMAGE_SIZE:
+        inside = part.crop(content)
+        ragged = [edge.mean() < MIN_EDGE_CONTENT for edge in (inside[0], inside[:, 0], inside[-1], inside[:, -1])]
+        if not any(ragged):
+            return part
+        top, left, bottom, right = ragged
+        part = Box(part.top + top, part.left + left, part.bottom - bottom, part.right - right)
+    return None
+
+
+def _regular_spacing(spans: Iterable[tuple[int, int]], what: str) -> tuple[tuple[int, ...], int]:
+    """The first pixels of all rows (or columns), and their size. Both may differ by one pixel, from rounding.
+
+    Raises:
+        NotAGrid: they have different sizes, or are not at equal distances.
+    """
+    groups: list[list[tuple[int, int]]] = []
+    for span in sorted(set(spans)):
+        if groups and span[0] - groups[-1][0][0] <= 1:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    sizes = {end - begin for group in groups for begin, end in group}
+    if max(sizes) - min(sizes) > 1:
+        raise NotAGrid(f"its {what} have different sizes, {min(sizes)} to {max(sizes)} pixels")
+    starts = tuple(max(begin for begin, _ in group) for group in groups)
+    ends = [min(end for _, end in group) for group in groups]
+    steps = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    if steps and max(steps) - min(steps) > 1:
+        raise NotAGrid(f"its {what} are not at equal distances, {min(steps)} to {max(steps)} pixels apart")
+    return starts, min(end - start for start, end in zip(starts, ends, strict=True))
+
+
+def _check_parts(layout: GridLayout, images: Sequence[Box], parts: Sequence[Box]) -> None:
+    """NotAGrid if a part crosses the edge of a cell without an image, or is outside all cells and as large as an image."""
+    boxes = layout.boxes()
+    for part in parts:
+        cell = next((box for box in boxes if part.overlaps(box)), None)
+        if cell is not None and not part.is_within(cell, slack=1) and not any(image.is_within(part) for image in images):
+            raise NotAGrid("a part of it crosses the edges of the cells, such as a title within them")
+        if cell is None and part.height > layout.height / 2 and part.width > layout.width / 2:
+            raise NotAGrid("a part of it outside the cells is as large as an image")
+
+
+def _check_room(layout: GridLayout, contrast: np.ndarray) -> None:
+    """NotAGrid if there is content where a grid of several rows (or columns) has room for one more."""
+    left, top, right, bottom = layout.margins()
+    column_gap, row_gap = layout.gutters()
+    height, width = layout.size
+    sides = []
+    if row_gap is not None:
+        room = layout.height + row_gap
+        sides += [(top, room, contrast[:top]), (bottom, room, contrast[height - bottom :])]
+    if column_gap is not None:
+        room = layout.width + column_gap
+        sides += [(left, room, contrast[:, :left]), (right, room, contrast[:, width - right :])]
+    if any(margin >= room and (side > MIN_EDGE_CONTRAST).any() for margin, room, side in sides):
+        raise NotAGrid("it has other content where there is room for another row or column of images")
+
+
+def _check_borders(layout: GridLayout, captions: Sequence[Box]) -> None:
+    """NotAGrid if it could also be torchvision's `make_grid` of images that have borders in the gutters' color.
+
+    Args:
+        captions: the parts outside the cells; if there are any, the cells are the images.
+    """
+    if captions:
+        return
+    left, top, right, bottom = layout.margins()
+    column_gap, row_gap = layout.gutters()
+    paddings = {
+        before + after - gutter
+        for before, after, gutter in ((left, right, column_gap), (top, bottom, row_gap))
+        if gutter is not None
+    }
+    padding = paddings.pop()
+    if paddings or padding < 1 or min(left, top, right, bottom) < padding or {left, top, right, bottom} == {padding}:
+        return
+    width, height = (left + right - 2 * padding + layout.width, top + bottom - 2 * padding + layout.height)
+    gaps = f"{row_gap if column_gap is None else column_gap},{column_gap if row_gap is None else row_gap}"
+    raise NotAGrid(
+        f"its images have {layout.width} x {layout.height} pixels or, with borders of the gutters' color, {width} x {height}; "
+        f"for these give --rows {layout.rows} --columns {layout.columns} --padding {padding}, else --rows {layout.rows} "
+        f"--columns {layout.columns} --crop {left},{top},{right},{bottom} --padding {gaps}"
+    )
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """What the user specifies about a grid image; the rest is detected.
+
+    Attributes:
+        padding: pixels between columns and between rows; also around all images, as in torchvision's `make_grid`, unless `crop` is
+            given.
+        crop: pixels to remove at the left, top, right and bottom, so that the first image begins in the corner.
+    """
+
+    rows: int | None = None
+    columns: int | None = None
+    padding: tuple[int, ...] | None = None
+    crop: tuple[int, ...] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is specified."""
+        return self == GridOptions()
+
+
+def layout_of(pixels: np.ndarray, options: GridOptions, name: str, allow_single: bool) -> GridLayout:
+    """The layout of a grid image (H, W, 3) uint8.
+
+    Args:
+        name: of the file, for errors.
+        allow_single: whether it may be a single image, if no options are given and no grid is found.
+
+    Raises:
+        FlowGRPOError: no grid of equal images is found, or not the one that the options specify; names the options that help.
+    """
+    height, width = pixels.shape[:2]
+    left, top, right, bottom = options.crop or (0, 0, 0, 0)
+    if left + right >= width or top + bottom >= height:
+        raise FlowGRPOError(
+            f"{name} has {width} x {height} pixels, of which --crop {left},{top},{right},{bottom} leaves none."
+        )
+    area = pixels[top : height - bottom, left : width - right]
+    return _find(area, options, name, allow_single and options.is_empty).shifted(top, left, (height, width))
+
+
+def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool) -> GridLayout:
+    known = options.rows is not None and options.columns is not None
+    if known and (options.padding is not None or options.rows == options.columns == 1):
+        return _cut_as_given(area, options, name)
+    try:
+        layout = detect(area)
+    except NotAGrid as problem:
+        if allow_single and not problem.has_images:
+            return single_image((area.shape[0], area.shape[1]))
+        has_own_advice = "--rows" in str(problem)
+        if known and not has_own_advice and not _has_margin(area):
+            return _cut_as_given(
+                area, options, name
+            )  # letters and forms of images without gutters look like parts of a grid
+        no_gutters = "; --padding 0 says that nothing is between the images" if known else ""
+        advice = "" if has_own_advice else f" {ADVICE}{no_gutters}."
+        raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem
+    if layout is None and known:
+        return _cut_as_given(area, options, name)
+    if layout is None and allow_single:
+        return single_image((area.shape[0], area.shape[1]))
+    if layout is None:
+        raise FlowGRPOError(f"{name} has no gutters between images. {ADVICE}.")
+    if options.rows not in (None, layout.rows) or options.columns not in (None, layout.columns):
+        raise FlowGRPOError(f"{name} has {layout}, but --rows and --columns give other numbers. {ADVICE}.")
+    if options.padding is not None:
+        return _cut_as_given(area, GridOptions(layout.rows, layout.columns, options.padding, options.crop), name)
+    return layout
+
+
+def _has_margin(area: np.ndarray) -> bool:
+    """Whether one of the four outermost lines has one colour, as where a margin, a title or labels are."""
+    return any(np.ptp(line, axis=0).max() <= PLAIN for line in (area[0], area[-1], area[:, 0], area[:, -1]))
+
+
+def _cut_as_given(area: np.ndarray, options: GridOptions, name: str) -> GridLayout:
+    assert options.rows
+    assert options.columns
+    padding = options.padding or (0, 0)
+    height, width = area.shape[:2]
+    layout = equal_cells((height, width), options.rows, options.columns, padding, around=options.crop is None)
+    if layout is None:
+        where, left = ("between", ", cropped,") if options.crop else ("around", "")
+        raise FlowGRPOError(
+            f"{name}{left} has {width} x {height} pixels, which are not {options.columns} columns x {options.rows} rows of equal "
+            f"images with {padding[0]} and {padding[1]} pixels {where} them. {ADVICE}."
+        )
+    return replace(layout, filled=_count_filled(layout, area))
+
+
+def _count_filled(layout: GridLayout, area: np.ndarray) -> int:
+    """The number of cells, not counting those at the end of the last row that have the color of the gutters."""
+    boxes, between = layout.boxes(), np.ones(area.shape[:2], bool)
+    for box in boxes:
+        box.crop(between)[:] = False
+    gutters = area[between]
+    count = len(boxes)
+    if len(gutters) and not np.ptp(gutters, axis=0).any():
+        while count > len(boxes) - layout.columns + 1 and (boxes[count - 1].crop(area) == gutters[0]).all():
+            count -= 1
+    return count

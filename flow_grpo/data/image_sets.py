@@ -11,13 +11,19 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import Self
 
-from flow_grpo.data.grid import ImageInfo, has_prompts, open_image, read_cells, shows_videos, to_bytes
-from flow_grpo.data.grid_layout import GridLayout
-from flow_grpo.data.grid_options import GridOptions, layout_of
-from flow_grpo.data.image_folders import FoundImage, caption_of, find_images, left_out_note
-from flow_grpo.data.parameters import FIELD, prompt_of
+from flow_grpo.data.grid import FIELD, ImageInfo, has_prompts, open_image, prompt_of, read_cells, shows_videos, to_bytes
+from flow_grpo.data.grid_layout import GridLayout, GridOptions, layout_of
+from flow_grpo.data.image_folders import (
+    HOW_TO_GIVE_PROMPTS,
+    FoundImage,
+    caption_of,
+    file_column,
+    find_images,
+    join_prompts,
+    left_out_note,
+    rows_without_image,
+)
 from flow_grpo.data.prompt_files import read_table
-from flow_grpo.data.prompt_join import HOW_TO_GIVE_PROMPTS, file_column, join_prompts, rows_without_image
 from flow_grpo.data.prompt_sources import FILE_NAME, folder_file, text_files
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError

@@ -162,7 +162,7 @@ Prompts = PromptSet | str | Path | Iterable[Any]  # as given: a set, the name of
 def load_prompts(source: Prompts, image_column: str = IMAGE) -> PromptSet:
     """Load prompts from a file, a folder, an address, a hub data set or a known name, or from texts or dicts in memory.
 
-    A name is one of flow_grpo/data/prompt_sets.py, a .txt file (one prompt per line), a .json, .jsonl, .csv, .tsv or .parquet file, the
+    A name is one of flow_grpo/data/prompt_sources.py, a .txt file (one prompt per line), a .json, .jsonl, .csv, .tsv or .parquet file, the
     https address of such a file, a folder, or a hub data set. Objects are a `PromptSet` (returned as it is), and a list, generator,
     `datasets.Dataset` or another iterable of texts, or of dicts by column.
 

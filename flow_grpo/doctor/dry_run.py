@@ -1,20 +1,65 @@
 """`train --dry-run`: checks settings, prompts, model files and rewards as the run would, and estimates a step. It trains nothing."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import PromptSetConfig
-from flow_grpo.data import prompt_overlap
+from flow_grpo.config.sections import PromptSetConfig, RewardConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
-from flow_grpo.data.prompt_syntax import syntax_warnings
+from flow_grpo.data.prompt_warnings import overlap_warnings, syntax_warnings
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.doctor.dry_run_model import check_model, cost_lines
-from flow_grpo.doctor.dry_run_report import DryRunReport
-from flow_grpo.doctor.dry_run_rewards import check_rewards
-from flow_grpo.rewards.downloads import is_missing_download
+from flow_grpo.evaluation.generate import check_evaluation_size
+from flow_grpo.plan.estimate import StepEstimator, dtype_of
+from flow_grpo.plan.fit import rates_of, run_time, slower_dtype
+from flow_grpo.plan.hardware import GB, Hardware
+from flow_grpo.plan.meta_pipeline import FOLDERS, load_for_plan
+from flow_grpo.plan.trace import UntraceableModel
+from flow_grpo.policy import hub
+from flow_grpo.policy.devices import usable_device
+from flow_grpo.policy.hub import check_weight_files
+from flow_grpo.policy.loading import check_generated
+from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
+from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
+from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training import early_checks
+from flow_grpo.training.early_checks import check_frames, check_scope
 from flow_grpo.training.offline import load_examples
+from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
+
+NUM_NOISE_IMAGES = 2  # on which a dry run calls each reward
+DEFAULT_SIZE = 512  # of images where the model's size is unknown
+ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded
+
+
+@dataclass
+class DryRunReport:
+    """What a dry run found.
+
+    Attributes:
+        rewards: those that returned valid values.
+        missing: what is not downloaded yet, so that it could not be checked.
+        notes: sentences on the cost of a step, and warnings.
+    """
+
+    checked: list[str] = field(default_factory=list)
+    rewards: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report as lines of text, the verdict last."""
+        called = f"; rewards {', '.join(self.rewards)}, each on {NUM_NOISE_IMAGES} images of noise" if self.rewards else ""
+        lines = [f"checked: {', '.join(self.checked)}{called}", *self.notes]
+        if not self.missing:
+            return [*lines, "The settings go together; nothing was trained."]
+        reason = "the run will download it" if hub_is_reachable() else "the hub can't be reached"
+        lines.append(f"not checked, as it is not in the cache and {reason}: {', '.join(self.missing)}")
+        return [*lines, "The settings go together, as far as they could be checked; nothing was trained."]
 
 
 def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) -> list[str]:
@@ -64,7 +109,7 @@ def _check_prompts(
         held_out_prompts = held_out.prompts if held_out else []
         report.notes += dict.fromkeys([*prompts.notes, *(held_out.notes if held_out else ())])
         warnings = syntax_warnings([*prompts.prompts, *held_out_prompts])
-        warnings += prompt_overlap.overlap_warnings(prompts.prompts, held_out_prompts, source)
+        warnings += overlap_warnings(prompts.prompts, held_out_prompts, source)
         report.notes += [f"warning: {sentence}" for sentence in warnings]
     if held_out is not None:
         report.checked.append(f"{len(held_out)} held-out prompts")
@@ -83,3 +128,173 @@ def _load_prompts(source: str | list[PromptSetConfig], report: DryRunReport) -> 
             raise
         report.missing.append(f"the prompts {source}")
         return None
+
+
+def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, estimate: bool) -> StepEstimator | None:
+    """Check the model's files and, if `estimate`, its code; return what estimates a step.
+
+    None for a model whose code can't be traced, or whose configs are not downloaded.
+    """
+    try:
+        source = hub.resolve_model(args.model)
+        if Path(source).is_dir():
+            check_weight_files(source)
+            report.checked.append("the model's files")
+        if not estimate:
+            return None
+        estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", num_processes)
+        name = type(estimator.trace.policy.pipe).__name__
+        check_generated(name, "height and width", (args.height, args.width), estimator.image_size)
+        check_evaluation_size(estimator.trace.policy, args.evaluation)
+        check_frames(args, estimator.trace.policy)
+    except UntraceableModel as error:
+        report.notes.append(f"the cost of a step is unknown: {error}")
+        return None
+    except ValueError as error:
+        if not is_missing_download(error):
+            raise
+        report.missing.append(f"the model {args.model}")
+        _check_size_by_packaged_configs(args)
+        return None
+    report.notes += estimator.trace.notes
+    if not Path(source).is_dir() and not _is_cached(estimator):
+        report.missing.append(f"the weights of {args.model}")
+    return estimator
+
+
+def _check_size_by_packaged_configs(args: FlowGRPOConfig) -> None:
+    """Check the size of the images of a model that is not here, if the package has its configs: only the VAE's code runs."""
+    if args.model not in FOLDERS or (args.height is None and args.width is None):
+        return
+    dtype = dtype_of(args, cuda=True)
+    policy = Policy(load_for_plan(args.model, dtype, cuda=True)[0], dtype, **args.pipeline_call_kwargs())
+    size = policy.decode(torch.zeros(1, *policy.schedule(2)[1])).shape[-2:]
+    check_generated(type(policy.pipe).__name__, "height and width", (args.height, args.width), size)
+
+
+def _is_cached(estimator: StepEstimator) -> bool:
+    try:
+        check_weight_files(estimator.trace.policy.pipe.name_or_path)
+    except ValueError:
+        return False
+    return True
+
+
+def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: int, held_out: int) -> list[str]:
+    """What a run with that many held-out prompts costs on this machine, which is measured, and warnings about it."""
+    hardware = Hardware.of_this_machine(usable_device(args.device), count=num_processes)
+    estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
+    seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
+    images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
+    frames = estimator.trace.image_shape[:-3]
+    step_images = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
+    memory_scope = "of the GPU in addition to rewards" if estimator.cuda else "in addition to libraries and rewards"
+    lines = [
+        f"a step: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
+    ]
+    largest = max(1, estimator.largest_microbatch(hardware.memory))
+    lines.append(f"the run, without rewards: {run_time(estimator, hardware, rates[estimator.dtype], largest, held_out)}")
+    if estimate.peak > hardware.memory:
+        lines.append(f"warning: {hardware.name} has {hardware.memory / GB:.0f} GB: `flow-grpo plan` shows what would fit.")
+    if slower := slower_dtype(rates, estimator.dtype):
+        lines.append(f"warning: {slower}")
+    return lines
+
+
+def check_rewards(
+    args: FlowGRPOConfig,
+    prompts: PromptSet | None,
+    held_out: PromptSet | None,
+    image_shape: torch.Size | None,
+    report: DryRunReport,
+) -> None:
+    """Call every reward of the run, except those that cost a person's time or money.
+
+    Args:
+        prompts: of training; None if they are not downloaded. A reward may need what only they have: then its error is a note.
+        held_out: the prompts of rewards that only evaluations measure; None if they are not set or not downloaded.
+        image_shape: of the model's images or videos; None if it is unknown.
+    """
+    monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
+    names = reward_kit.metric_names(args.rewards)
+    reward_kit.row_weights(  # raises if a prompt names a reward that is not there
+        None if prompts is None else prompts.repeat(1).metadata_columns().get("rewards"),
+        {names[name]: setting.weight for name, setting in args.rewards.items() if setting.weight},
+        {**{name: name for name in names.values()}, **names},
+    )
+    shape = image_shape or (3, args.height or DEFAULT_SIZE, args.width or DEFAULT_SIZE)
+    images = torch.rand(NUM_NOISE_IMAGES, *shape, generator=torch.Generator().manual_seed(0))
+    for name, setting in {**monitored, **args.rewards}.items():
+        try:
+            with phase(f"calling reward {name}"), offline_mode():
+                asked = prompts if name in args.rewards else held_out
+                reason = _call(name, setting, images, asked, args, is_known=image_shape is not None)
+        except ValueError as error:
+            _report_failure(name, setting, error, report)
+            continue
+        if reason is None:
+            report.rewards.append(name)
+        else:
+            report.notes.append(f"the reward {name} {reason}")
+
+
+def _report_failure(name: str, setting: RewardConfig, error: ValueError, report: DryRunReport) -> None:
+    """Add a reward that could not be called to the report. Raises the error if a run would stop at it."""
+    if is_missing_download(error):
+        report.missing.append(f"the reward {name}")
+    elif setting.on_error == "stop":
+        raise error
+    else:
+        report.notes.append(f"warning: {error}")
+
+
+def _call(
+    name: str,
+    setting: RewardConfig,
+    images: torch.Tensor,
+    prompts: PromptSet | None,
+    args: FlowGRPOConfig,
+    *,
+    is_known: bool,
+) -> str | None:
+    """Call the reward. If it is not known what the model makes, a reward of videos gets still ones.
+
+    Returns why it was not called or could not be checked, if so.
+    """
+    if name == HUMAN and setting.remote is None:
+        reward_kit.check_options(name, **setting.options)  # building it would open a page
+        return f"was not called: {COSTLY[HUMAN]}"
+    reward = load_reward(name, setting)
+    if args.evaluation.prompts is not None:
+        check_scope(name, reward, args)
+    if reason := reason_not_to_call(name, reward):
+        return f"was not called: {reason}"
+    if frames_of(reward) == ALL and not is_known:
+        images = torch.stack([images, images], 1)
+    if prompts is not None:
+        _score(name, reward, images, prompts)
+        return None
+    try:
+        _score(name, reward, images, PromptSet([ANY_PROMPT] * len(images), [{}] * len(images)))
+    except ValueError as error:
+        if is_missing_download(error):
+            raise
+        return f"was not checked, as the prompts are not downloaded; on {ANY_PROMPT!r} in their place: {error}"
+    return None
+
+
+def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet) -> None:
+    """Score the images of the first prompts that have the reward, or of the first one if the reward sees several images of a prompt."""
+    rows = _rows_of(name, prompts)[: len(images)]
+    batch = (
+        prompts.take((rows * len(images))[: len(images)], 1)
+        if reward_kit.scope_of(reward) == "image"
+        else prompts.take(rows[:1], len(images))
+    )
+    reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
+
+
+def _rows_of(name: str, prompts: PromptSet) -> list[int]:
+    """The prompts whose images the reward scores, as far as they name their rewards; all if no prompt names this one."""
+    own = [i for i, row in enumerate(prompts.metadata) if reward_kit.names_reward(row.get("rewards"), name)]
+    return own or list(range(len(prompts)))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap
+from flow_grpo.data.prompt_warnings import benchmark_overlap, held_out_overlap
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.policy import Policy

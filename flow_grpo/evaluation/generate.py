@@ -1,15 +1,27 @@
-"""Images from prompts and seeds: what `sample` and every evaluation generate."""
+"""Images from prompts and seeds, as `sample` and every evaluation generate them, and how held-out ones are scored."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from flow_grpo import sampling
+from flow_grpo.config.sections import EvaluationConfig
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
+from flow_grpo.policy.loading import check_size
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import phase
+from flow_grpo.rewards import WeightedSum
+from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted
-from flow_grpo.training.interrupt import interruptible
+from flow_grpo.training.interrupt import Interrupted, call_interruptibly, interruptible
+from flow_grpo.types import Evaluation
 
 
 def image_seed(seed: int, prompt_index: int, number: int = 0) -> int:
@@ -56,3 +68,118 @@ def generate_images(
             return sampling.rollout(counting, schedule, start[rows]).final
 
         return model.decode(torch.cat([latents(rows) for rows in torch.arange(len(start)).split(microbatch)]), microbatch)
+
+
+def evaluate(
+    model: FlowPipeline,
+    prompts: PromptSet,
+    rewards: WeightedSum,
+    *,
+    base: Callable[[], AbstractContextManager[None]],
+    steps: int,
+    seed: int,
+    microbatch: int = 64,
+    processes: Processes | None = None,
+    images_per_prompt: int = 1,
+    num_kept_images: int = 0,
+    num_diversity_prompts: int = NUM_DIVERSITY_PROMPTS,
+) -> Evaluation:
+    """Generate each prompt's images from the noises of `image_seed(seed, its index, number)` and measure them.
+
+    Processes take turns: the first takes the first prompt, the second the second, and so on. A pair reward compares each image with the
+    base model's of the same noise, not with the prompt's other images: their win rates have mean 1/2 whatever the policy has learned.
+
+    Args:
+        base: a context in which the model is the base model.
+        images_per_prompt: of which the rewards are averaged; all other measures are of the first.
+        num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
+        num_diversity_prompts: number of leading prompts that get a second image, to measure diversity.
+
+    Raises:
+        Interrupted: the processes are asked to stop.
+    """
+    processes = processes or Processes()
+    source = _HeldOutImages(model, prompts, steps=steps, seed=seed, microbatch=microbatch, processes=processes)
+    by_number = source.by_number(images_per_prompt)
+    images, num_pairs = by_number[0], min(num_diversity_prompts, len(prompts))
+    if images_per_prompt > 1:
+        second_images = by_number[1][: sum(i < num_pairs for i in source.local)]
+    else:
+        second_images = source.generate(num_pairs, 1) if num_pairs else images[:0]
+    of_base = None
+    if rewards.has_pairs:
+        with base():
+            of_base = _by_prompt(source.by_number(images_per_prompt))
+    batch = prompts.take(source.local, images_per_prompt)
+
+    def score() -> dict[str, Tensor]:
+        scores = partial(score_images, rewards, _by_prompt(by_number), batch.prompts, batch.columns())
+        values = call_interruptibly(partial(scores, group=batch.group.tolist(), of_base=of_base), processes.should_stop)
+        return {name: value.view(-1, images_per_prompt).nanmean(1) for name, value in values.items()}
+
+    with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
+        by_process = processes.gather_or_raise(score, (FlowGRPOError, Interrupted))
+    values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
+    if rewards.row_weights(prompts.repeat(1).metadata_columns()) is not None:  # without rewards that no prompt names
+        values = {name: v for name, v in values.items() if name == "reward" or not v.isnan().all()}
+    differences = rms_difference(images[: len(second_images)], second_images)
+    image_stats = processes.all_gather((high_frequency_power(images), differences))
+    shown = {*range(num_kept_images), *(best_and_worst(values["reward"].tolist()) if num_kept_images else ())}
+    kept = processes.all_gather({index: images[i].clone() for i, index in enumerate(source.local) if index in shown})
+    kept_images = {index: image for part in kept for index, image in part.items()}
+    detail, diversity = (_in_prompt_order(list(parts)) for parts in zip(*image_stats, strict=True))
+    return Evaluation(values, detail, diversity, kept_images)
+
+
+@dataclass(frozen=True)
+class _HeldOutImages:
+    """Generates this process's share of the images."""
+
+    model: FlowPipeline
+    prompts: PromptSet
+    steps: int
+    seed: int
+    microbatch: int
+    processes: Processes
+
+    @property
+    def local(self) -> list[int]:
+        """The indices of this process's prompts."""
+        return list(range(self.processes.rank, len(self.prompts), self.processes.world_size))
+
+    def by_number(self, images_per_prompt: int) -> list[Tensor]:
+        """The first images of all prompts, the second ones, and so on."""
+        return [self.generate(len(self.prompts), number) for number in range(images_per_prompt)]
+
+    def generate(self, count: int, number: int) -> Tensor:
+        """The images of the first `count` prompts. All processes generate equally many, as sharded weights require."""
+        indices = [i for i in self.local if i < count]
+        padding = self.local[:1] * (-(-count // self.processes.world_size) - len(indices))
+        images = generate_images(
+            self.model,
+            self.prompts.take(indices + padding, 1).prompts,
+            seeds=[image_seed(self.seed, i, number) for i in indices + padding],
+            steps=self.steps,
+            microbatch=self.microbatch,
+            noun="held-out image",
+            should_stop=self.processes.should_stop_alone,
+        )
+        return images[: len(indices)]
+
+
+def _by_prompt(by_number: list[Tensor]) -> Tensor:
+    """The images of each prompt one after another; given the first of each prompt, the second, and so on."""
+    return by_number[0] if len(by_number) == 1 else torch.stack(by_number, 1).flatten(0, 1)
+
+
+def _in_prompt_order(parts: list[Tensor]) -> Tensor:
+    """The values of all processes, of which each has those of every world_size-th prompt, in the order of the prompts."""
+    indices = [rank + i * len(parts) for rank, part in enumerate(parts) for i in range(len(part))]
+    return torch.cat(parts)[torch.tensor(indices, dtype=torch.long).argsort()]
+
+
+def check_evaluation_size(model: FlowPipeline, settings: EvaluationConfig) -> None:
+    """Generate an image at a size that differs from training's. FlowGRPOError if that fails or has another size."""
+    if settings.height or settings.width:
+        at = model.at_size(settings.height, settings.width)
+        check_size(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))

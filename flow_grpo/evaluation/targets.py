@@ -8,7 +8,7 @@ from flow_grpo import rewards
 from flow_grpo.config.loading import SUFFIXES, bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid_options import GridOptions
+from flow_grpo.data.grid_layout import GridOptions
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub

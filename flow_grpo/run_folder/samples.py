@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flow_grpo.data.grid import to_bytes
-from flow_grpo.data.videos import STRIP_FRAMES, save_animation, strips
+from flow_grpo.data.grid import STRIP_FRAMES, save_animation, strips, to_bytes
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
 from flow_grpo.run_folder import layout, reader

@@ -13,14 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.figures import draw_or_warn
+from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.progress import PhaseProgress, replace_unprintable, show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics
-from flow_grpo.run_folder.reader import RunReader
-from flow_grpo.text import duration
-from flow_grpo.tracking import result
-from flow_grpo.tracking.plots import plot_curves
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, metric_name, read_metrics
+from flow_grpo.run_folder.reader import RunReader, value_of
+from flow_grpo.text import duration, number, short_name
 from flow_grpo.tracking.run_time import RunTime
 
 if TYPE_CHECKING:
@@ -28,6 +26,9 @@ if TYPE_CHECKING:
 
 LONG = 600.0  # seconds of a run whose time is printed after its first step
 MAX_SILENCE = 20.0  # seconds after which the next training step is printed, even if it is not a tenth one
+MAX_PROMPT = 120  # characters of a prompt that a command is printed with
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 class Tracker:
@@ -165,16 +166,16 @@ class Tracker:
         """Plot the curves, print the result and its paths, and return the scores of the last evaluation."""
         curve = draw_or_warn(lambda: plot_curves(self.folder), self.folder / layout.CURVES, self.info)
         run = RunReader(self.folder)
-        if shown := result.shown_scores(run):
+        if shown := shown_scores(run):
             print_table(self.console, "held-out prompts", {"before": shown[0], "after": shown[-1]})
-        for line in result.weights_lines(run, trained):
+        for line in weights_lines(run, trained):
             self.info(line)
         if (self.folder / layout.BEFORE_AFTER).exists():
             self.info(f"images: {self.folder / layout.BEFORE_AFTER}")
         if curve:
             self.info(f"curve: {curve}")
         self.info(f"report: {report}")
-        if command := result.next_command(run):
+        if command := next_command(run):
             self.info(f"try it: {command}")
         last = run.evaluation_rows[-1] if run.evaluation_rows else {}
         return {key[5:]: value for key, value in last.items() if key.startswith("eval/")}
@@ -205,3 +206,81 @@ def print_table(console: Console, title: str, columns: dict[str, dict[str, float
     for row in dict.fromkeys(key for values in columns.values() for key in values):
         table.add_row(escape(row), *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
     console.print(table)
+
+
+def shown_scores(run: RunReader) -> list[dict[str, float]]:
+    """The held-out scores of each evaluation, without the sum of rewards where it is a single reward, which is there by its name."""
+    rows = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in run.evaluation_rows]
+    has_sum = "reward" in run.score_names
+    return [{name: value for name, value in row.items() if has_sum or metric_name(name) != "reward"} for row in rows]
+
+
+def weights_lines(run: RunReader, trained: Path) -> list[str]:
+    """The folder of the last weights, and that of the best evaluation if it is another one, each with its step and score."""
+    kind, last = (
+        "transformer" if trained.is_dir() else "LoRA",
+        run.evaluation_rows[-1]["step"] if run.evaluation_rows else None,
+    )
+    lines = [f"{kind}: {trained}{_score(run, last)}"]
+    best = run.folder / layout.BEST
+    if run.best_step is not None and run.best_step != last and best.is_dir():
+        lines.append(f"{kind} of the best evaluation: {best}{_score(run, run.best_step)}")
+    return lines
+
+
+def _score(run: RunReader, step: int | None) -> str:
+    """The step and the held-out score of weights, in brackets; "" without evaluations."""
+    metric = run.main_metric
+    scores = [row[f"eval/{metric}"] for row in run.evaluation_rows if row["step"] == step and f"eval/{metric}" in row]
+    return f" (step {step}, {short_name(metric)} {number(scores[-1])})" if scores else ""
+
+
+def next_command(run: RunReader) -> str | None:
+    """A command that generates images of one of the run's prompts with its weights; None without a short prompt of text alone.
+
+    The prompt is the one whose held-out reward has risen most.
+    """
+    if not run.evaluations:
+        return None
+    first, last = run.evaluations[0], run.evaluations[-1]
+    sources = last.get("sources") or [None] * len(last["prompts"])
+    texts = [
+        i
+        for i, prompt in enumerate(last["prompts"])
+        if len(prompt) <= MAX_PROMPT and prompt.isprintable() and not sources[i]
+    ]
+    if not texts:
+        return None
+    best = max(texts, key=lambda i: value_of(last, "reward", i) - value_of(first, "reward", i))
+    return shlex.join(["flow-grpo", "sample", last["prompts"][best], "--lora", str(run.folder)])
+
+
+def plot_curves(folder: Path) -> Path | None:
+    """Plots the reward in training, the held-out scores, and below them the reward's std within a group; None without rewards."""
+    rows = read_metrics(folder)
+    if not any("reward" in row for row in rows):
+        return None
+    figure, (above, below) = new_figure(8, 5.5, rows=2, sharex=True, height_ratios=(4, 1))
+    from matplotlib.ticker import MaxNLocator
+
+    title = f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts"
+    above.set_title(title, loc="left", fontsize=10)
+    _plot_rewards(above, below, rows)
+    below.set_ylabel("std within\na group", fontsize=8)
+    below.set_ylim(bottom=0)
+    below.set_xlabel("training step")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    above.legend(frameon=False, loc="lower right")
+    save_figure(figure, folder / layout.CURVES)
+    return folder / layout.CURVES
+
+
+def _plot_rewards(above: "Axes", below: "Axes", rows: list[dict]) -> None:
+    train = [row for row in rows if "reward" in row]
+    steps = [row["step"] for row in train]
+    above.plot(steps, [row["reward"] for row in train], color="C0", linewidth=1.2, label="reward in training")
+    below.plot(steps, [row.get("reward_std", 0.0) for row in train], color="C0", linewidth=1.2)
+    names = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and key != "eval/reward")
+    for i, name in enumerate(names):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        above.plot(*zip(*points, strict=True), marker="o", color=f"C{i + 1}", label=f"held out: {name[5:]}")

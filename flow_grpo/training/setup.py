@@ -10,9 +10,8 @@ import torch
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig, RewardConfig
-from flow_grpo.data import prompt_overlap
 from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
-from flow_grpo.data.prompt_syntax import syntax_warnings
+from flow_grpo.data.prompt_warnings import overlap_warnings, syntax_warnings
 from flow_grpo.data.prompts import Prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -307,7 +306,7 @@ def build_run(
         rewards=rewards,
         prompt_warnings=[]
         if given_images
-        else [*syntax_warnings(all_prompts), *prompt_overlap.overlap_warnings(train_set.prompts, eval_prompts, source)],
+        else [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)],
         train_source=source,
         inputs=inputs,
     )

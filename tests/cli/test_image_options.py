@@ -15,7 +15,7 @@ from torchvision.utils import make_grid
 from flow_grpo import rewards
 from flow_grpo.cli import image_options
 from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, save_image
-from flow_grpo.data.grid_options import GridOptions
+from flow_grpo.data.grid_layout import GridOptions
 
 OWN = SAMPLE_REWARDS
 LEVELS = [200, 40, 160, 80, 120]

@@ -12,8 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 from torchvision.utils import make_grid
 
-from flow_grpo.data.grid_detection import NotAGrid, detect
-from flow_grpo.data.grid_options import GridOptions, layout_of
+from flow_grpo.data.grid_layout import GridOptions, NotAGrid, detect, layout_of
 
 
 def noise(count: int, height: int, width: int, seed: int = 0, low: int = 0, high: int = 256) -> np.ndarray:

@@ -10,9 +10,8 @@ from PIL import Image
 from support.grids import CELLS, pictures
 
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid import save_grid, save_image
-from flow_grpo.data.grid_options import GridOptions
-from flow_grpo.data.parameters import prompt_of
+from flow_grpo.data.grid import prompt_of, save_grid, save_image
+from flow_grpo.data.grid_layout import GridOptions
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.targets import TargetOptions, resolve_targets

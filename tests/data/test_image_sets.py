@@ -11,7 +11,7 @@ from torchvision.utils import save_image as save_as_torchvision
 
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
-from flow_grpo.data.grid_options import GridOptions
+from flow_grpo.data.grid_layout import GridOptions
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.image_prompt import ImagePrompt, images_of
 

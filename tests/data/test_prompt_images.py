@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from flow_grpo.data.prompt_overlap import held_out_overlap
+from flow_grpo.data.prompt_warnings import held_out_overlap
 from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.image_prompt import ImagePrompt, SourceImage, images_of, prompt_key
 

@@ -9,7 +9,7 @@ import pytest
 from support.embedded import short_run
 
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompt_overlap import benchmark_overlap, held_out_overlap, normal_form, overlap_warnings
+from flow_grpo.data.prompt_warnings import benchmark_overlap, held_out_overlap, normal_form, overlap_warnings
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards.geneval import prompts
 from flow_grpo.tracking.tracker import read_metrics

@@ -5,8 +5,17 @@ import torch
 from PIL import Image
 
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid import ImageInfo, open_image, read_grid, save_grid, save_image
-from flow_grpo.data.videos import cut_strips, save_animation, strip_frames, strips
+from flow_grpo.data.grid import (
+    ImageInfo,
+    cut_strips,
+    open_image,
+    read_grid,
+    save_animation,
+    save_grid,
+    save_image,
+    strip_frames,
+    strips,
+)
 
 VIDEOS = torch.randint(0, 256, (2, 6, 3, 8, 12), generator=torch.Generator().manual_seed(0)) / 255
 CELLS = [ImageInfo("a cat", 0, "m"), ImageInfo("a dog", 1, "m")]

@@ -10,11 +10,9 @@ from support.paths import SAMPLE_REWARDS
 from support.reward_servers import Stub
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.doctor.dry_run import dry_run
-from flow_grpo.doctor.dry_run_model import check_model
-from flow_grpo.doctor.dry_run_report import DryRunReport
+from flow_grpo.doctor.dry_run import DryRunReport, check_model, dry_run
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.plan import block_speed
+from flow_grpo.plan import hardware
 from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.pipeline import FlowPipeline
@@ -27,7 +25,7 @@ SAMPLES = SAMPLE_REWARDS
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)  # a measurement of each block, and no more
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)  # a measurement of each block, and no more
 
 
 def refused(args: FlowGRPOConfig) -> str:

@@ -7,8 +7,7 @@ import torch
 from rich.console import Console
 
 from flow_grpo.data.grid import read_grid
-from flow_grpo.doctor.reward_probe import measure
-from flow_grpo.doctor.show_reward import histogram, save_ranked, show
+from flow_grpo.doctor.reward_probe import histogram, measure, save_ranked, show
 from flow_grpo.evaluation.group_dependence import RewardInputs
 
 PROMPTS = ["a fox", "a fox", "a cat", "a cat"]

@@ -26,11 +26,10 @@ from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.evaluation import image_metrics, measure, significance, tables
-from flow_grpo.evaluation.generate import generate_images, image_seed
-from flow_grpo.evaluation.held_out import evaluate
+from flow_grpo.evaluation import image_metrics, measure, scorecard, significance
+from flow_grpo.evaluation.evaluator import save_before_after
+from flow_grpo.evaluation.generate import evaluate, generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
-from flow_grpo.evaluation.recording import save_before_after
 from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
 from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
 from flow_grpo.image_prompt import ImagePrompt, images_of
@@ -345,7 +344,7 @@ def test_a_pair_needs_a_number_on_both_sides():
     card = build_scorecard([first, second], {"b": "a"})
     assert card.changes["b"]["m"].difference.mean == pytest.approx(0.1), "not that of x's two seeds"
     assert [(name, c.prompts, c.pairs) for name, c in card.changes["b"].items()] == [("m", 2, 3), ("other", 2, 4)]
-    assert tables.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
+    assert scorecard.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
 
 
 def test_other_prompts_are_compared_unpaired_and_that_is_reported():
@@ -379,9 +378,9 @@ def test_the_mean_of_categories_has_the_interval_of_independent_means():
     overall = card.macro_average("tag", "a", "m")
     assert overall.mean == pytest.approx(2.5)
     assert overall.half == pytest.approx(1.96 * math.sqrt((1 + 9) / (4 * n)), rel=0.05)
-    row = next(line for line in tables.as_markdown(card).splitlines() if tables.OVERALL in line)
+    row = next(line for line in scorecard.as_markdown(card).splitlines() if scorecard.OVERALL in line)
     assert f"2.5000 ± {overall.half:.4f}" in row
-    content = json.loads(json.dumps(tables.as_json(card, {})))["over_categories"]["tag"]["a"]["m"]
+    content = json.loads(json.dumps(scorecard.as_json(card, {})))["over_categories"]["tag"]["a"]["m"]
     assert content == {"mean": overall.mean, "low": overall.low, "high": overall.high}
 
 
@@ -410,7 +409,7 @@ def test_the_categories_of_shapes_are_the_means_of_their_images_scores(tmp_path,
     assert {name: of["mean"] for name, of in found.items()} == pytest.approx({k: float(v) for k, v in means.items()})
     overall = float(sum(means.values()) / 6)
     table = output[output.index("shapes by category") :]
-    (line,) = [line for line in table.splitlines() if line.strip().startswith(tables.OVERALL + " ")]
+    (line,) = [line for line in table.splitlines() if line.strip().startswith(scorecard.OVERALL + " ")]
     assert f" {overall:.4f}" in line
     assert any(of["low"] is not None for of in found.values())
     for name, of in found.items():
@@ -512,8 +511,8 @@ def test_a_score_that_is_no_number_stops_or_is_left_out_and_is_never_a_zero(shee
     assert "nan" not in card.metrics
     assert card.means["a"]["u"].images == 3
     assert by_prompt(result, "u")[prompts[3]] == result.values["u"][3]
-    assert [row["u"] for row in csv.DictReader(io.StringIO(tables.as_csv(card)))].count("") == 1
-    assert "NaN" not in json.dumps(tables.as_json(card, {}), allow_nan=False)
+    assert [row["u"] for row in csv.DictReader(io.StringIO(scorecard.as_csv(card)))].count("") == 1
+    assert "NaN" not in json.dumps(scorecard.as_json(card, {}), allow_nan=False)
     assert len(kit.drop_messages) == 2
 
 
@@ -529,7 +528,7 @@ def hostile(tmp_path):
 
 def test_hostile_text_stays_text_on_the_console(hostile):
     console = rich.console.Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    tables.show(console, hostile)
+    scorecard.show(console, hostile)
     written = console.file.getvalue()
     assert not re.findall(r"\x1b|\u202e", re.sub(r"\x1b\[[01]m", "", written)), "but for bold of our own"
     assert "\\x1b[31m" in written
@@ -537,12 +536,12 @@ def test_hostile_text_stays_text_on_the_console(hostile):
 
 
 def test_hostile_text_stays_text_in_markdown_and_csv(hostile):
-    page = tables.as_markdown(hostile)
+    page = scorecard.as_markdown(hostile)
     assert not re.findall(r"<script|\x1b|\u202e|(?<!\\)`|(?<!\\)\]\(", page)
     blocks = [[line for line in block.splitlines() if line.startswith("|")] for block in page.split("\n\n")]
     for lines in filter(None, blocks):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1, lines
-    rows = list(csv.reader(io.StringIO(tables.as_csv(hostile))))
+    rows = list(csv.reader(io.StringIO(scorecard.as_csv(hostile))))
     assert len(rows) == 5
     assert rows[1][2] == f"'{HOSTILE}"
     assert rows[4][-1] == "-0.3", "numbers stay numbers"

@@ -4,8 +4,7 @@ import torch
 from support import small_policy as small
 from support.thread_processes import run_as_processes
 
-from flow_grpo.evaluation.generate import generate_images, image_seed
-from flow_grpo.evaluation.held_out import evaluate
+from flow_grpo.evaluation.generate import evaluate, generate_images, image_seed
 from flow_grpo.rewards import WeightedSum
 
 

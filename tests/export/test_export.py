@@ -23,8 +23,7 @@ from support.paths import ROOT
 from flow_grpo.config.sections import LoraConfig
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
-from flow_grpo.export.export import export
-from flow_grpo.export.push import check_push
+from flow_grpo.export.export import check_push, export
 from flow_grpo.policy import hub
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.merge import save_merged
@@ -292,7 +291,7 @@ def test_what_is_not_there_is_a_clear_error(run, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="of a run that is not finished, its best/"):
         tiny_policy().load_lora(bare)
     monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr("flow_grpo.export.push.get_token", lambda: None)
+    monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
     with pytest.raises(ValueError, match="needs a token: log in by `hf auth login`, or set HF_TOKEN"):
         check_push("me/signs")
     with pytest.raises(ValueError, match="is no name for the hub"):

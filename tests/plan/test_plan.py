@@ -18,14 +18,11 @@ from flow_grpo.cli import app as cli
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
-from flow_grpo.plan import block_speed, counters, fit, show
-from flow_grpo.plan.estimate import StepEstimate, StepEstimator
+from flow_grpo.plan import fit, hardware, meta_pipeline, show, trace
+from flow_grpo.plan.estimate import LoadingMemory, StepEstimate, StepEstimator, text_encoder_bytes
 from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
-from flow_grpo.plan.savings import Savings
-from flow_grpo.plan.show import print_plan
-from flow_grpo.plan.weights_memory import LoadingMemory, text_encoder_bytes
-from flow_grpo.policy import meta_pipeline
+from flow_grpo.plan.show import Savings, print_plan
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.memory import cast_layers, repeated_blocks
@@ -47,8 +44,8 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.onnx")
 def follow(network: torch.nn.Module, x: torch.Tensor, backward: bool) -> tuple[int, int]:
     followed, alive, counter = (
         meta_pipeline.MetaModule(network.to("meta"), torch.float32, cuda=False),
-        counters.LiveBytesCounter(),
-        counters.FlopCounter(),
+        trace.LiveBytesCounter(),
+        trace.FlopCounter(),
     )
     for mode in (alive, counter):
         with followed.counting(mode, backward):
@@ -109,7 +106,7 @@ def test_offloaded_blocks_are_on_the_gpu_one_at_a_time(checkpointed):
 def test_on_cuda_an_upsampled_image_is_in_float32(cuda):
     """As autocast has it there: the VAE's upsampling then takes twice the bytes."""
     network = meta_pipeline.MetaModule(torch.nn.Upsample(scale_factor=2).to("meta"), torch.bfloat16, cuda)
-    counter = counters.LiveBytesCounter()
+    counter = trace.LiveBytesCounter()
     with network.counting(counter, False):
         network(torch.zeros(1, 3, 8, 8, dtype=torch.bfloat16))
     upsampled, x = 3 * 16 * 16, 3 * 8 * 8
@@ -154,11 +151,11 @@ def test_cudnn_takes_memory_for_a_convolution_in_16_bits(dtype, counted):
     x = torch.zeros(2, 4, 16, 16, device="meta", dtype=dtype)
     peaks = []
     for cuda in (False, True):
-        with torch.no_grad(), counters.LiveBytesCounter(cuda) as counter:
+        with torch.no_grad(), trace.LiveBytesCounter(cuda) as counter:
             y = convolution(x)
         peaks.append(counter.peak)
     assert peaks[0] == y.nbytes
-    assert peaks[1] - peaks[0] == (counters.CUDNN_WORKSPACE * (x.nbytes + y.nbytes) if counted else 0)
+    assert peaks[1] - peaks[0] == (trace.CUDNN_WORKSPACE * (x.nbytes + y.nbytes) if counted else 0)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +196,7 @@ def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_pa
     on_cpu, plain = estimator("fp8_layerwise", cuda=False), estimator("null", cuda=False)
     small = sum(p.nbytes for layer in cast_layers(transformer) for p in layer.parameters(recurse=False))
     assert on_cpu.loading.peak == plain.loading.peak + small, "the model is loaded in bf16, and cast then"
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
     for dtype in (torch.bfloat16, torch.float32):
         assert "blocks of the model" in on_cpu.rates(2, dtype).how
 
@@ -289,7 +286,7 @@ def planned(keep: bool) -> StepEstimator:
 def test_kept_graphs_take_what_they_take_in_a_rollout(tmp_path):
     """The bytes alive at the end of a real one, and the most at once."""
     args = with_kept_graphs(True, f"output_dir={tmp_path}")
-    trainer, counter = FlowGRPOTrainer(args=args), counters.LiveBytesCounter()
+    trainer, counter = FlowGRPOTrainer(args=args), trace.LiveBytesCounter()
     trainer.state.enter_stage(0)
     sampler, batch = trainer.stage.sampler, trainer.prompt_sampler.sample(0, 2, 4)
     sampler.trajectory(0, batch, [])  # what is cached
@@ -338,7 +335,7 @@ def small_model(tmp_path):
 def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_model, tmp_path, monkeypatch):
     """The real config with a small model of its family in place of the hub's."""
     words = small_model(preset)
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
     for kind in WEIGHTS:
         for file in tmp_path.rglob(kind):
             file.unlink()
@@ -349,7 +346,7 @@ def test_a_preset_is_planned_on_the_configs_of_its_model_alone(preset, small_mod
 
 @pytest.mark.parametrize("preset", ["flux_dev_ocr", pytest.param("sana_ocr", marks=pytest.mark.slow)])
 def test_a_preset_is_tried_on_this_machine(preset, small_model, monkeypatch):
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
     result = CliRunner().invoke(cli.app, ["train", preset, *small_model(preset), "--dry-run"])
     assert result.exit_code == 0, result.output
     args, size = FlowGRPOConfig.from_yaml(preset), TINY[FAMILIES[preset]].size
@@ -388,7 +385,7 @@ REPEATS = repeats_a_model_and_its_rewards()
 def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
     args = FlowGRPOConfig.from_yaml(preset)
     is_bundled = args.model in BUNDLED_MODELS
     # reading text takes most of the time; without the model's files no size is checked. One preset keeps its size.
@@ -535,11 +532,11 @@ def test_the_speed_of_blocks_is_their_operations_by_their_seconds(monkeypatch):
     """Two kinds of blocks, one of them three times: forward, and back to the trained weights and the block before."""
     took = iter([2.0, 4.0, 10.0, 20.0])
     ran = []
-    monkeypatch.setattr(block_speed, "fastest", lambda work, device, seconds: (ran.append(work()), next(took))[1])
+    monkeypatch.setattr(hardware, "fastest", lambda work, device, seconds: (ran.append(work()), next(took))[1])
     x, places = torch.zeros(3, 7, device="meta", requires_grad=True), torch.zeros(3, dtype=torch.long, device="meta")
     block = Block().to("meta")
-    calls = [block_speed.BlockCall(block, (x,), {"places": places}, 1), block_speed.BlockCall(block, (x[:2],), {}, 3)]
-    rates = block_speed.measure_rates(calls, torch.device("cpu"), torch.float32, contextlib.nullcontext())
+    calls = [hardware.BlockCall(block, (x,), {"places": places}, 1), hardware.BlockCall(block, (x[:2],), {}, 3)]
+    rates = hardware.measure_rates(calls, torch.device("cpu"), torch.float32, contextlib.nullcontext())
     forward = 2 * (7 * 11 + 11 * 5)
     update = forward + 2 * (7 * 11 + 2 * 11 * 5)
     assert rates.forward == (3 * forward + 3 * 2 * forward) / (2 + 3 * 10)
@@ -552,15 +549,15 @@ def test_the_speed_of_blocks_is_their_operations_by_their_seconds(monkeypatch):
 def test_blocks_are_timed_with_the_runs_shapes_and_dtype(followed, monkeypatch, dtype):
     """A plan in bf16, and the same blocks in float32 to compare with; the LoRA is float32 in both."""
     seen = []
-    real = block_speed._real
+    real = hardware._real
 
     def noted(call, device, kind):
         made = real(call, device, kind)
         seen.append(made)
         return made
 
-    monkeypatch.setattr(block_speed, "_real", noted)
-    monkeypatch.setattr(block_speed, "SECONDS", 0.0)
+    monkeypatch.setattr(hardware, "_real", noted)
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
     rates = followed.rates(6, dtype)
     assert "blocks of the model" in rates.how
     (call,) = seen

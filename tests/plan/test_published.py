@@ -6,7 +6,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.plan.published import FOLDER, FOLDERS, load_for_plan
+from flow_grpo.plan.meta_pipeline import FOLDER, FOLDERS, load_for_plan
 
 TRANSFORMERS = {  # parameters in 1e9 as their makers state them, and the share by which ours may differ
     "stabilityai/stable-diffusion-3.5-medium": (2.5, 0.02),

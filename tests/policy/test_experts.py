@@ -9,7 +9,7 @@ from support.families import TINY, awake
 from flow_grpo import sampling
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.plan.weights_memory import weight_bytes
+from flow_grpo.plan.estimate import weight_bytes
 from flow_grpo.policy import hub
 from flow_grpo.policy.hub import WEIGHTS, expert_weights
 from flow_grpo.policy.loading import load_policy

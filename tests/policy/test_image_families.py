@@ -18,7 +18,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.prompts import reads_last_word
 from flow_grpo.doctor.result import OK
-from flow_grpo.evaluation.held_out import check_evaluation_size
+from flow_grpo.evaluation.generate import check_evaluation_size
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.interception import images_to_tensor

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flow_grpo.plan.meta_pipeline import load_meta_pipeline
 from flow_grpo.policy import hub
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.meta_pipeline import load_meta_pipeline
 
 quiet_libraries()
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"

@@ -36,7 +36,7 @@ def differentiable(function):
     def reward(*inputs, **metadata):
         return function(*inputs, **metadata)
 
-    reward.__signature__ = rewards.groups.signature(function)
+    reward.__signature__ = rewards.scopes.signature(function)
     reward.differentiable = True
     return reward
 

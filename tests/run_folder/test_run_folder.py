@@ -34,8 +34,7 @@ from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import read_metrics, rewind
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.tracking import services
-from flow_grpo.tracking.plots import plot_curves
-from flow_grpo.tracking.tracker import Tracker
+from flow_grpo.tracking.tracker import Tracker, plot_curves
 from flow_grpo.trainer import FlowGRPOTrainer
 
 NO_ROWS = {

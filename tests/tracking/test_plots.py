@@ -4,7 +4,7 @@ import json
 
 from matplotlib.figure import Figure
 
-from flow_grpo.tracking.plots import plot_curves
+from flow_grpo.tracking.tracker import plot_curves
 
 
 def figure_of(folder, rows, monkeypatch):

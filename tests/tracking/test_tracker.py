@@ -10,9 +10,8 @@ from rich.console import Console
 from support.fake_run import synthetic_run
 
 from flow_grpo.run_folder.reader import RunReader
-from flow_grpo.tracking import result
 from flow_grpo.tracking import tracker as tracking
-from flow_grpo.tracking.tracker import Tracker
+from flow_grpo.tracking.tracker import Tracker, next_command
 
 METRICS = {"reward": 0.5, "reward_std": 0.1, "loss": 0.1, "time/step": 1.0}
 
@@ -86,8 +85,8 @@ def test_the_end_names_both_weights_with_their_scores_and_a_command_that_tries_t
 
 def test_no_command_is_shown_for_a_prompt_that_is_long_has_an_image_or_controls_the_terminal(tmp_path):
     for i, prompt in enumerate(("x" * 1000, "red \x1b[31m")):
-        assert result.next_command(RunReader(synthetic_run(tmp_path / str(i), prompts=[prompt] * 8))) is None
+        assert next_command(RunReader(synthetic_run(tmp_path / str(i), prompts=[prompt] * 8))) is None
     edited = RunReader(synthetic_run(tmp_path / "edits"))
     edited.evaluations[-1]["sources"] = ["0" * 64] * 20
-    assert result.next_command(edited) is None
-    assert result.next_command(RunReader(synthetic_run(tmp_path / "bare", pictures=False))) is None
+    assert next_command(edited) is None
+    assert next_command(RunReader(synthetic_run(tmp_path / "bare", pictures=False))) is None

@@ -24,12 +24,25 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.clip.modeling_clip import CLIPTextModelOutput
 
+from flow_grpo.policy import hub
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.hub import load_errors, read_index
 from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.rewards.downloads import downloads
 
 NO_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+# In the hub's layout, with small tokenizers, which make prompts of several hundred tokens where a model does not pad them.
+FOLDER = Path(__file__).parent / "model_configs"
+FOLDERS = {
+    "stabilityai/stable-diffusion-3.5-medium": "sd35_medium",
+    "stabilityai/stable-diffusion-3.5-large": "sd35_large",
+    "black-forest-labs/FLUX.1-dev": "flux_dev",
+    "black-forest-labs/FLUX.2-klein-base-4B": "flux2_klein",
+    "Qwen/Qwen-Image": "qwen_image",
+    "Tongyi-MAI/Z-Image": "z_image",
+    "Efficient-Large-Model/Sana_1600M_512px_diffusers": "sana",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan21",
+}
 
 
 @dataclass(frozen=True)
@@ -247,3 +260,19 @@ class _Cast(TorchFunctionMode):
     @staticmethod
     def _to_dtype(dtype: torch.dtype, values: Any) -> Any:
         return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+
+
+def load_for_plan(name: str, dtype: torch.dtype, cuda: bool) -> tuple[DiffusionPipeline, str]:
+    """The pipeline of a model without its weights, and a sentence if its config files are the package's; arguments as of
+    `load_meta_pipeline`.
+
+    Raises:
+        FlowGRPOError: there is no such model, or its configs are damaged or can't be read and are not in the package.
+    """
+    try:
+        return load_meta_pipeline(hub.resolve_model(name), dtype, cuda), ""
+    except ValueError as error:
+        if name not in FOLDERS or Path(name).is_dir():
+            raise
+        pipe = load_meta_pipeline(str(FOLDER / FOLDERS[name]), dtype, cuda)
+        return pipe, f"The config files are those in the package: {error}"

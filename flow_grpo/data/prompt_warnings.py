@@ -1,17 +1,17 @@
-"""Prompts that are both trained on and evaluated on.
-
-Prompts are compared without case, spaces, articles, a final full stop and the order of items joined by `and`: `a photo of a cat and a
-dog` equals `A photo of a dog and a cat.` Prompts with images are compared with these.
-"""
+"""What prompts are warned of: training prompts that are tested on, and syntax of other programs."""
 
 import json
+import re
+from collections.abc import Sequence
 
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompt_sets import PROMPT_SETS, source_of
+from flow_grpo.data.prompt_sources import PROMPT_SETS, source_of
 from flow_grpo.image_prompt import images_of, prompt_key, with_images
 
 ARTICLES = {"a", "an", "the"}
 BUNDLED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
+# kohya's `# comment` and `--w 512`, A1111's `--steps 20`, `<lora:name:0.8>` and `(word:1.2)`, Midjourney's `--ar 16:9`
+SYNTAX = re.compile(r"^#\s|(?<!\S)--[A-Za-z][\w-]*(?=\s|=|$)|<(?:lora|lyco|hypernet):[^<>]+>|\([^()]*[^():\s\d]:\d*\.\d+\)")
 
 
 def normal_form(prompt: str) -> str:
@@ -61,3 +61,17 @@ def _bundled_prompts(source: str) -> list[str]:
     file = bundled_file(source)
     lines = file.read_text(encoding="utf-8").splitlines()
     return lines if file.suffix == ".txt" else [json.loads(line)["prompt"] for line in lines]
+
+
+def syntax_warnings(prompts: Sequence[str]) -> list[str]:
+    """A sentence on prompts with marks of another program's syntax; [] if there are none."""
+    found = {prompt: marks for prompt in dict.fromkeys(prompts) if (marks := SYNTAX.findall(prompt))}
+    if not found:
+        return []
+    prompt, marks = next(iter(found.items()))
+    shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
+    return [
+        f"{len(found)} of {len(set(prompts))} prompts have marks of another program's syntax, such as `{marks[0].strip()}` in "
+        f"{shown!r}: comments, options and weights are words here, which the model reads like the rest. Remove them from the prompts "
+        "if they are not meant so."
+    ]
