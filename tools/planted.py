@@ -848,7 +848,7 @@ BUGS = [
     ),
     (
         "left and right are seen from the wrong thing",
-        "rewards/geneval/rules.py",
+        "rewards/geneval.py",
         "offset.append(centre[0] - centre[1])",
         "offset.append(centre[1] - centre[0])",
         "tests/rewards/test_geneval.py -k position",

@@ -39,8 +39,7 @@ def compare(
 
     [bold]flow-grpo compare tiny_ocr tiny_grpo --seeds 3 --budget 5m --measure ocr_exact --target 0.92[/bold]
     """
-    from flow_grpo.compare import runs as comparison
-    from flow_grpo.compare import summary
+    from flow_grpo import compare as comparison
     from flow_grpo.figures import draw_or_warn
     from flow_grpo.files import new_files
     from flow_grpo.run_folder.lock import locked
@@ -55,12 +54,12 @@ def compare(
         runs = comparison.compare(
             configs, seeds, limits, out, overrides=set_ or [], metric=measure, target=target, stop=stop, log=say
         )
-    rows = summary.summarize(runs, measure, target)
-    summary.print_summary(console, rows, measure, target)
+    rows = comparison.summarize(runs, measure, target)
+    comparison.print_summary(console, rows, measure, target)
     names = ("compare.png", "compare.md", "compare.json")
     with new_files(out, "compare", names) as folder:
         plot, table, numbers = (folder / name for name in names)
-        draw_or_warn(lambda: summary.save_plot(runs, measure, target, plot), out / plot.name, say)
-        table.write_text(summary.markdown(rows), encoding="utf-8")
+        draw_or_warn(lambda: comparison.save_plot(runs, measure, target, plot), out / plot.name, say)
+        table.write_text(comparison.markdown(rows), encoding="utf-8")
         numbers.write_text(json.dumps(rows, indent=2), encoding="utf-8")
     say(f"curves: {out / plot.name}, table: {out / table.name}, numbers: {out / numbers.name}")

@@ -131,7 +131,7 @@ HEAD = "preference_head={weights: head}"
 PRELOADED = [
     "flow_grpo.cli.app",
     "flow_grpo.trainer",
-    "flow_grpo.compare.runs",
+    "flow_grpo.compare",
     "flow_grpo.evaluation.measure",
     "flow_grpo.export.export",
     "flow_grpo.doctor.dry_run",

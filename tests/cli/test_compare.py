@@ -7,7 +7,7 @@ import pytest
 from support.cli_process import begin, run, run_anew
 from support.paths import SAMPLE_REWARDS
 
-from flow_grpo.compare.runs import Budget, compare
+from flow_grpo.compare import Budget, compare
 
 
 def compare_words(folder: Path) -> list[str]:

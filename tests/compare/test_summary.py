@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 from matplotlib.figure import Figure
 
-from flow_grpo.compare.runs import CURVE, ComparedRun, CurvePoint
-from flow_grpo.compare.summary import save_plot
+from flow_grpo.compare import CURVE, ComparedRun, CurvePoint, save_plot
 
 
 def equal_runs(folder, names):

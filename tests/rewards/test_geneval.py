@@ -9,8 +9,22 @@ from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation,
 
 from flow_grpo import rewards
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.rewards.geneval.detection import CLASSES, COLORS, ColorNames, Detection, Detector, crop, instances
-from flow_grpo.rewards.geneval.rules import MOST, GenEval, confident, partial_score, published_score, relation, strict_score
+from flow_grpo.rewards.geneval import (
+    CLASSES,
+    COLORS,
+    MOST,
+    ColorNames,
+    Detection,
+    Detector,
+    GenEval,
+    confident,
+    crop,
+    instances,
+    partial_score,
+    published_score,
+    relation,
+    strict_score,
+)
 
 EMPTY = torch.zeros(1, 1, dtype=torch.bool)
 

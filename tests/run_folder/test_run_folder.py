@@ -23,7 +23,7 @@ from support.embedded import short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
 from support.run_contents import MEASURED
 
-from flow_grpo.compare.runs import CURVE, ComparedRun, CurvePoint
+from flow_grpo.compare import CURVE, ComparedRun, CurvePoint
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.files import WriteError, append_line, atomic_folder, write_atomic
 from flow_grpo.policy.hub import WEIGHTS

@@ -17,9 +17,7 @@ from pathlib import Path
 from flow_grpo.policy.library_logging import before_imports
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["flow_grpo.trainer", "flow_grpo.compare.runs", "flow_grpo.evaluation.measure", "matplotlib.figure"]
-)
+FORKS.set_forkserver_preload(["flow_grpo.trainer", "flow_grpo.compare", "flow_grpo.evaluation.measure", "matplotlib.figure"])
 
 
 @dataclass

@@ -13,7 +13,7 @@ from flow_grpo.rewards.shapes.detection import find_shapes
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture, examples, pretrain
-from flow_grpo.tiny.shapes.transformer_loss import transformer_loss, velocity
+from flow_grpo.tiny.shapes.pretrain import transformer_loss, velocity
 
 
 def test_each_word_of_a_prompt_is_one_token_and_every_prompt_fits():

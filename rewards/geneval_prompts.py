@@ -1,6 +1,6 @@
 """Make prompts of GenEval's harder tasks from its templates (arXiv 2310.11513), with the metadata that the reward `geneval` reads.
 
-    python -m flow_grpo.rewards.geneval.prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
+    python -m flow_grpo.rewards.geneval_prompts 1500 train.jsonl 240 eval.jsonl --without geneval.jsonl
 
 GenEval's own 553 prompts are the benchmark. These are other prompts of the same kind, for training and evaluation: no prompt is in two
 files, not even with its objects in another order.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flow_grpo.rewards.geneval.detection import CLASSES, COLORS
+from flow_grpo.rewards.geneval import CLASSES, COLORS
 
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 POSITIONS = ("left of", "right of", "above", "below")

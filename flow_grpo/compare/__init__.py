@@ -1,1 +1,0 @@
-"""Several configs on one budget."""
