@@ -46,7 +46,7 @@ def predicted(arguments: list[str]) -> dict[str, float]:
 def measured(arguments: list[str]) -> dict[str, float]:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.plan.estimate import StepEstimator
-    from flow_grpo.policy.memory import peak_memory
+    from flow_grpo.policy.step_meter import peak_memory
     from flow_grpo.trainer import FlowGRPOTrainer
 
     args = FlowGRPOConfig.from_yaml(arguments[0], arguments[1:])

@@ -27,7 +27,7 @@ from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_fr
 from flow_grpo.figures import new_figure, save_figure
 from flow_grpo.files import MAX_JSON, regular_bytes, write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
-from flow_grpo.policy.memory import peak_memory
+from flow_grpo.policy.step_meter import peak_memory
 from flow_grpo.progress import phase, show_phases
 from flow_grpo.rewards.interrupt import exit_with_parent
 from flow_grpo.run_folder import checkpoint, layout

@@ -13,7 +13,7 @@ from flow_grpo.plan.hardware import Hardware, Rates
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.families import makes_videos
-from flow_grpo.policy.memory import peak_memory
+from flow_grpo.policy.step_meter import peak_memory
 from flow_grpo.progress import phase
 from flow_grpo.tracking.run_time import RunTime
 from flow_grpo.training.setup import build_rewards, load_unless_costly

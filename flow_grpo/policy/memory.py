@@ -3,8 +3,6 @@
 import functools
 import importlib.util
 import inspect
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -249,11 +247,3 @@ def repeated_blocks(transformer: torch.nn.Module, setting: str) -> list[torch.nn
     if not blocks:
         raise FlowGRPOError(f"{setting}: diffusers does not name the repeated blocks of {type(transformer).__name__}.")
     return blocks
-
-
-def peak_memory(device: torch.device) -> float:
-    """The most bytes allocated on the GPU since the last training step began or, on a CPU, by this process altogether."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -49,6 +49,7 @@ class FlowPipeline:
     Attributes:
         pipe: the user's pipeline. It is not changed: scheduler and methods are replaced in copies of it.
         guidance: the guidance scale.
+        probe_prompts: a short prompt and a long one, with an image if the pipeline needs one.
         encoder: encodes prompts.
         supports_images_per_row: whether a call can have rows with different images; None until that was tried.
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
@@ -72,6 +73,7 @@ class FlowPipeline:
         self.pipe, self.dtype, self.device, self.guidance = pipe, dtype, pipe.transformer.device, guidance
         defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
         arguments = {**defaults, **self._guidance_argument(guidance), **call}
+        self.probe_prompts = probe_prompts(name, arguments)
         self.supports_per_sample_timesteps: bool | None = None
         self.supports_images_per_row: bool | None = None
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
@@ -117,15 +119,11 @@ class FlowPipeline:
         check_call(type(self.pipe).__name__, self.family, self._arguments, size)
         resized = copy.copy(self)
         resized._call = self._call.with_arguments(**size)
+        resized.probe_prompts = probe_prompts(type(self.pipe).__name__, resized.call)
         resized.encoder = self.encoder.at_size(resized._call)
         return resized
 
     # -- what a sampler needs -----------------------------------------------------------------------------------------
-
-    @property
-    def probe_prompts(self) -> list[str]:
-        """A short prompt and a long one, with an image if the pipeline needs one."""
-        return probe_prompts(type(self.pipe).__name__, self.call)
 
     def probe_images(self, count: int) -> list[SourceImage]:
         """Different images of the size of the call's, or a multiple of it."""
@@ -143,7 +141,8 @@ class FlowPipeline:
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt. FlowGRPOError if the pipeline can't take its images."""
-        self.check_images(prompts)
+        if self.family.needs_image or any(map(images_of, prompts)):
+            self.check_images(prompts)
         return self.encoder.encode(prompts)
 
     def check_images(self, prompts: Iterable[str]) -> None:

@@ -1,6 +1,7 @@
-"""The policy: a flow pipeline whose transformer is trained, by a LoRA or in full."""
+"""The policy: a flow pipeline whose transformer is trained, by a LoRA or in full, and averaged."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu
+from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu, shard_like
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.cuda_graphs import ForwardGraphs
@@ -18,7 +19,7 @@ from flow_grpo.policy.lora import TRAINED, Lora
 from flow_grpo.policy.memory import compile_blocks, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.step_meter import StepMeter
-from flow_grpo.policy.weights import FullWeights, MovingAverage, check_shapes, check_weights, damaged_file
+from flow_grpo.policy.weights import FullWeights, check_shapes, check_weights, damaged_file
 from flow_grpo.text import first_line
 
 
@@ -223,3 +224,54 @@ class Policy(FlowPipeline):
             self.accepts_images_per_row(x, timesteps[0], with_images("a", self.probe_images(1)))
         except (ValueError, RuntimeError, TypeError):  # a model that is trained on texts
             self.supports_images_per_row = False
+
+
+class MovingAverage:
+    """The exponential moving average of parameters.
+
+    Args:
+        parameters: returns the parameters by name.
+
+    Attributes:
+        average: the averaged parameters by name; empty unless `start` was called.
+    """
+
+    def __init__(self, parameters: Callable[[], dict[str, torch.nn.Parameter]]) -> None:
+        self.parameters = parameters
+        self.average: dict[str, Tensor] = {}
+
+    def start(self) -> None:
+        """Begin the average with the current parameters."""
+        self.average = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Set the average to decay x itself + (1 - decay) x the parameters."""
+        for name, parameter in self.parameters().items():
+            self.average[name].lerp_(parameter, 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the parameters have the values of the average, if there is one."""
+        parameters = self.parameters()
+        current = {name: p.detach().clone() for name, p in parameters.items() if name in self.average}
+        copy_into(parameters, self.average)
+        try:
+            yield
+        finally:
+            copy_into(parameters, current)
+
+    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Tensor]:
+        """The full (unsharded) average on the CPU, empty if there is none.
+
+        If the parameters are sharded, every process must call this; pass keep_on_this_rank=False on processes that discard the result.
+        """
+        return gather_to_cpu(self.average, keep_on_this_rank)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Restore an average. FlowGRPOError if it is of other parameters, or there should be none."""
+        parameters = self.parameters()
+        check_shapes(state, parameters if self.average else {})
+        self.average = {
+            name: shard_like(value.to(parameters[name].device), parameters[name].detach()) for name, value in state.items()
+        }

@@ -1,6 +1,8 @@
 """What a training step costs: seconds of each phase, floating point operations, memory."""
 
 import itertools
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from flow_grpo.policy.devices import matmul_peak
 from flow_grpo.policy.lora import Lora
-from flow_grpo.policy.memory import peak_memory
 from flow_grpo.policy.probes import eager
 
 Result = TypeVar("Result")
@@ -203,3 +204,11 @@ class StepMeter:
         """What decides the number of operations: the model, with the LoRA or without it, with gradients or not, and the shapes."""
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         return id(transformer), self.lora.is_enabled, torch.is_grad_enabled(), shapes
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most bytes allocated on the GPU since the last training step began or, on a CPU, by this process altogether."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
