@@ -13,6 +13,8 @@ On the final latents, noised afresh, for a noise level sigma and noise eps share
     dgpo        Direct Group Preference Optimization, arXiv 2510.08425
     sft         the best image of a group, or given ones, as targets, arXiv 2210.02747
     dpo         the best image of a group against the worst, or given pairs, arXiv 2311.12908
+By the gradient of differentiable rewards at the end of a rollout:
+    reward_gradient  the linear loss of refl, draft and flowbp, arXiv 2606.11075
 """
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from flow_grpo import sde
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sde import at_least_float32
-from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, GuidedVelocity, Loss, NoisedImage, TrainedStep
 
 
 def grpo(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
@@ -244,6 +246,16 @@ def k3(log_prob: Float[Tensor, " n"], log_prob_ref: Float[Tensor, " n"]) -> Floa
 def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     """Mean squared distance of two velocities: the KL of every noise level up to its weight."""
     return (at_least_float32(v) - at_least_float32(v_ref)).square().flatten(1).mean(1)
+
+
+def reward_gradient(state: GuidedVelocity) -> Loss:
+    """`-d mean(G v)`: G is the gradient of the rewards at the endpoint, d the derivative of the endpoint by the velocity v.
+
+    FlowBP, arXiv 2606.11075, composes the endpoint of detached velocities, but for the trained ones, in which it is linear. So this loss
+    has the gradient of backpropagation through composition, decoder and rewards, up to the number of elements, of which it takes the
+    mean; no graph joins the transformer, the decoder and the rewards.
+    """
+    return Loss(-state.factor * (state.gradient * state.v).flatten(1).mean(1))
 
 
 def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:

@@ -137,6 +137,17 @@ def rollout(
     return Trajectory.from_records(schedule, stochastic, records, final=x)
 
 
+def endpoint_derivatives(schedule: Schedule, solver: Solver = euler) -> list[float]:
+    """The derivative of an ODE rollout's final latents by the velocity of each step, with the other velocities and the start fixed.
+
+    Solvers are linear in states and velocities, so it is what a rollout makes of a velocity of 1 at that step alone. Euler's is the
+    length of the step, below 0.
+    """
+    alone = torch.eye(len(schedule))
+    final = rollout(lambda x, i: alone[:, i : i + 1], schedule, torch.zeros(len(schedule), 1), solver=solver).final
+    return final[:, 0].tolist()
+
+
 def replay(
     velocity: Velocity, trajectory: Trajectory, k: int, rows: Int[Tensor, " n"], device: torch.device | None = None
 ) -> ReplayedTransition:

@@ -50,7 +50,7 @@ class FlowGRPOTrainer:
         self.args, self.policy, self.processes = run.args, run.policy, run.processes
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
-        self.train_source, self.prompt_warnings = run.train_source, run.prompt_warnings
+        self.train_source, self.warnings = run.train_source, run.warnings
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes, self.eval_set is not None)
         self.folder = Path(self.args.output_dir)
         self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
@@ -212,7 +212,7 @@ class FlowGRPOTrainer:
         tracker.info(run_headline(self.args, self.policy))
         for note in dict.fromkeys([*self.train_set.notes, *(self.eval_set.notes if self.eval_set else ())]):
             tracker.info(note)
-        for sentence in self.prompt_warnings:
+        for sentence in self.warnings:
             tracker.warn(0, sentence)
 
     def _evaluate(self, tracker: Tracker, requested: bool = False) -> None:

@@ -130,6 +130,43 @@ class RecordedTransition:
 
 
 @dataclass(frozen=True)
+class GradientStates:
+    """States of B images at which the velocity is trained by the gradient of rewards at an endpoint: K states, E endpoints, no graphs.
+
+    An endpoint is what was decoded and scored: the final latents, or the image that a velocity predicts.
+    """
+
+    x: Float[Tensor, "B K *latent"]
+    steps: list[int]  # K indices into the schedule
+    factor: list[float]  # K derivatives of the endpoint by the velocity at the state, below 0
+    endpoint: list[int]  # K, the endpoint of each state
+    gradient: dict[str, Float[Tensor, "B E *latent"]]  # of each trained reward at each endpoint
+    fall: dict[
+        str, Float[Tensor, "B E"]
+    ]  # by which the reward falls on a short step against its gradient, if that was measured
+
+    def take(self, rows: Int[Tensor, " n"]) -> "GradientStates":
+        """The states of some images."""
+        gradient, fall = ({name: v[rows] for name, v in values.items()} for values in (self.gradient, self.fall))
+        return replace(self, x=self.x[rows], gradient=gradient, fall=fall)
+
+    @staticmethod
+    def join(parts: "Sequence[GradientStates]") -> "GradientStates":
+        """The states of several batches of one training step as one."""
+        gradient, fall = (
+            {name: torch.cat([getattr(part, kind)[name] for part in parts]) for name in getattr(parts[0], kind)}
+            for kind in ("gradient", "fall")
+        )
+        return replace(parts[0], x=torch.cat([part.x for part in parts]), gradient=gradient, fall=fall)
+
+    def weighted(self, weights: dict[str, Float[Tensor, " B"]]) -> Float[Tensor, "B E *latent"]:
+        """The weighted sum of the rewards' gradients."""
+        first = next(iter(self.gradient.values()))
+        column = (-1, *[1] * (first.ndim - 1))
+        return torch.stack([weights[name].view(column).to(g) * g for name, g in self.gradient.items()]).sum(0)
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """What a rollout leaves for the update: K stochastic steps of each of B images, and the latents that they ended with.
 
@@ -144,6 +181,7 @@ class Trajectory:
     log_prob: Float[Tensor, "B K"]
     final: Float[Tensor, "B ..."]  # float32 latents of the images
     graphs: dict[int, list[ReplayedTransition]] = field(default_factory=dict)
+    gradient_states: GradientStates | None = None  # of objectives by reward gradients
 
     @property
     def steps(self) -> list[int]:
@@ -161,7 +199,7 @@ class Trajectory:
         if not records:
             empty = final.new_zeros(len(final), 0)
             return Trajectory(schedule, None, x=empty, x_next=empty, mean=empty, log_prob=empty, final=final)
-        columns = {
+        columns: dict[str, Any] = {
             name: torch.stack([getattr(record, name) for record in records], 1)
             for name in ("x", "x_next", "mean", "log_prob")
         }
@@ -170,7 +208,9 @@ class Trajectory:
 
     def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
         """These rows, without graphs."""
-        return self._with_rows({name: values[rows] for name, values in self._rows().items()})
+        states = None if self.gradient_states is None else self.gradient_states.take(rows)
+        taken = self._with_rows({name: values[rows] for name, values in self._rows().items()})
+        return replace(taken, gradient_states=states)
 
     def to(self, device: torch.device) -> "Trajectory":
         """The same with its records on that device; graphs and final latents stay."""
@@ -183,7 +223,10 @@ class Trajectory:
         starts = accumulate([len(part.final) for part in parts], initial=0)
         graphs = {start + row: kept for start, part in zip(starts, parts, strict=False) for row, kept in part.graphs.items()}
         columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._rows()}
-        return replace(parts[0]._with_rows(columns), graphs=graphs)
+        states = [part.gradient_states for part in parts if part.gradient_states is not None]
+        return replace(
+            parts[0]._with_rows(columns), graphs=graphs, gradient_states=GradientStates.join(states) if states else None
+        )
 
     def _with_rows(self, columns: dict[str, Any]) -> "Trajectory":
         """These tensors in place of its own, without graphs."""
@@ -192,6 +235,15 @@ class Trajectory:
     def _rows(self) -> dict[str, Tensor]:
         """The tensors with a row for each image."""
         return {name: getattr(self, name) for name in ("x", "x_next", "mean", "log_prob", "final")}
+
+
+@dataclass(frozen=True)
+class GuidedVelocity:
+    """The velocity of n rows at a trained state, and the gradient of the rewards at its endpoint."""
+
+    v: Float[Tensor, "n *latent"]  # with the gradient
+    gradient: Float[Tensor, "n *latent"]  # the weighted sum over the rewards, each of rms 1
+    factor: float  # derivative of the endpoint by the velocity, below 0
 
 
 @dataclass(frozen=True)
@@ -286,6 +338,9 @@ class Experience:
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     has_advantage: bool = True  # whether an image of any process has an advantage; given images need none
+    reward_gradient: Float[Tensor, "B E *latent"] | None = (
+        None  # at the endpoints of the trajectory's gradient_states, weighted
+    )
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from flow_grpo.config.objective import OBJECTIVES, section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.types import NoisedImage, TrainedStep
+from flow_grpo.types import GuidedVelocity, NoisedImage, TrainedStep
 
 
-def rows(stepwise: bool, old: bool = True, reference: bool = True) -> TrainedStep | NoisedImage:
+def rows(stepwise: bool, old: bool = True, reference: bool = True, name: str = "") -> Any:
     """Four rows that a policy has moved on, with velocities that want a gradient."""
     generator = torch.Generator().manual_seed(0)
 
@@ -32,6 +32,8 @@ def rows(stepwise: bool, old: bool = True, reference: bool = True) -> TrainedSte
         log_prob = (0.1 * draw(4)).requires_grad_()
         mean = draw(4, 3).requires_grad_()
         return TrainedStep(log_prob, 0.1 * draw(4), mean, draw(4, 3), torch.full((4, 1), 0.3), torch.tensor(-0.1))
+    if name in OBJECTIVES and OBJECTIVES[name].needs.reward_gradient:
+        return GuidedVelocity(draw(4, 3).requires_grad_(), draw(4, 3), -0.2)
     sigma, v = torch.rand(4, generator=generator), draw(4, 3).requires_grad_()
     x0, eps, v_rollout, v_old, v_ref = (draw(4, 3) for _ in range(5))
     return NoisedImage(x0, eps, sigma, v, v_rollout, v_old if old else None, v_ref if reference else None)
@@ -48,13 +50,13 @@ def value(name: str, given: TrainedStep | NoisedImage, advantage: torch.Tensor) 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_has_a_loss_of_each_row(name):
-    assert value(name, rows(bool(OBJECTIVES[name].stepwise)), torch.ones(4)).shape == (4,)
+    assert value(name, rows(OBJECTIVES[name].stepwise, name=name), torch.ones(4)).shape == (4,)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_rows_without_an_advantage_have_no_gradient_where_the_table_says_so(name):
     kind = OBJECTIVES[name]
-    given = rows(bool(kind.stepwise))
+    given = rows(kind.stepwise, name=name)
     loss = value(name, given, torch.zeros(4))
     grads = torch.autograd.grad(loss.sum(), given.log_prob if kind.stepwise else given.v, allow_unused=True)[0]
     silent = not loss.any() and (grads is None or not grads.any())

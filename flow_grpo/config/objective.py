@@ -1,12 +1,12 @@
 """The section `objective`: one class per objective, with its settings, what training must provide for it, and its loss.
 
-Two families: `Stepwise` objectives train the Gaussian steps of an SDE rollout, `ForwardProcess` objectives the final latents of an ODE
-rollout, noised afresh. A class with a default `name` is an objective: it is found by that name from then on. The formulas are in
-`flow_grpo/objectives.py`.
+Three families: `Stepwise` objectives train the Gaussian steps of an SDE rollout; `ForwardProcess` objectives the final latents of an ODE
+rollout, noised afresh; `RewardGradient` objectives states of an ODE rollout, by the gradient of rewards at its end. A class with a
+default `name` is an objective: it is found by that name from then on. The formulas are in `flow_grpo/objectives.py`.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flow_grpo.sde import Transition
-    from flow_grpo.types import Loss, NoisedImage, TrainedStep
+    from flow_grpo.types import GuidedVelocity, Loss, NoisedImage, TrainedStep
 
 OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoints have this name
 CUSTOM = "file.py:function"  # stands for a user's own function in lists of names
@@ -153,6 +153,7 @@ class Needs:
         old_policy: it needs an adapter that slowly follows the trained one.
         critic: its advantages come from a critic.
         group_mean: it needs the mean over a group's images of its `group_statistic`.
+        reward_gradient: it trains by gradients of rewards, and not by advantages.
     """
 
     ratio: bool = False
@@ -164,11 +165,12 @@ class Needs:
     old_policy: bool = False
     critic: bool = False
     group_mean: bool = False
+    reward_gradient: bool = False
 
     @property
     def takes_advantage(self) -> bool:
         """Whether it trains on advantages that are made of a group's rewards."""
-        return self.rows == "all" and not self.critic
+        return self.rows == "all" and not self.critic and not self.reward_gradient
 
     @property
     def rows_per_pair(self) -> int:
@@ -184,8 +186,8 @@ class Objective(ConfigSection):
 
     name: str
     """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, pepg, nft, crd, dgpo, sft or dpo on
-    final latents noised afresh. Your own: my_module:my_fn or file.py:my_fn, on sampling steps or, with family: forward_process, on noised
-    latents."""
+    final latents noised afresh; refl, draft or flowbp by the gradient of rewards. Your own: my_module:my_fn or file.py:my_fn, on sampling
+    steps or, with family: forward_process, on noised latents."""
     advantage: str = "grpo"
     """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
     (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn. Their formulas are in flow_grpo/advantages.py."""
@@ -277,11 +279,11 @@ class Objective(ConfigSection):
     @model_validator(mode="after")
     def _advantage_is_read(self) -> "Objective":
         if not self.needs.takes_advantage and "advantage" in self.changed():
-            instead = (
-                "its critic makes the advantages"
-                if self.needs.critic
-                else "it trains on the best of a group, without advantages"
-            )
+            instead = "it trains on the best of a group, without advantages"
+            if self.needs.critic or self.needs.reward_gradient:
+                instead = (
+                    "its critic makes the advantages" if self.needs.critic else "it trains by the gradient of the rewards"
+                )
             raise FlowGRPOError(f"objective {self.name} does not use advantage: {instead}. Remove it.")
         return self
 
@@ -708,6 +710,128 @@ class Dpo(Dataset, ForwardProcess):
         from flow_grpo import objectives
 
         return objectives.dpo(image, self.beta)
+
+
+# -- objectives by the gradient of rewards ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """A state of a rollout whose velocity is trained.
+
+    Attributes:
+        step: of the schedule; the state is the one before it.
+        factor: derivative of the endpoint by the velocity, below 0.
+        predicted: whether the endpoint is the image that the velocity predicts, not the final latents.
+        noised_copy: whether the state is the final latents noised afresh to the step's sigma; the number of the copy, from 1 on.
+    """
+
+    step: int
+    factor: float
+    predicted: bool = False
+    noised_copy: int = 0
+
+
+Draw = Callable[[list[float], int], list[int]]
+
+
+class RewardGradient(Objective):
+    """An objective on the gradient of differentiable rewards at the end of an ODE rollout, of which the loss is linear in the velocity."""
+
+    needs: ClassVar[Needs] = Needs(reward_gradient=True)
+
+    kl_weight: Annotated[float, Field(ge=0)] = 0.03
+    """Weight of the KL to the base model, the squared distance of the velocities at the trained states."""
+    smoothing: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """The reward's gradient is taken at the lowest point within this distance of the image, by one step (RSA-FT, arXiv 2603.21175): it
+    follows no narrow peak, which rewards are hacked by. It costs a further pass of the rewards, and reports S1. 0 is none."""
+
+    def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
+        """The states that a training step trains, the same for all its images.
+
+        Args:
+            sigmas: T + 1 noise levels of the schedule.
+            derivatives: T derivatives of the final latents by the velocity of each step.
+            draw: draws a number of different indices in proportion to weights.
+        """
+        raise NotImplementedError
+
+    def num_states(self, sampling_steps: int) -> int:
+        """The trained states of an image."""
+        raise NotImplementedError
+
+    def loss(self, state: "GuidedVelocity", advantage: "Tensor") -> "Loss":
+        """The loss of n rows at a trained state."""
+        from flow_grpo import objectives
+
+        return objectives.reward_gradient(state)
+
+    def losses_per_image(self, sampling_steps: int) -> int:
+        return self.num_states(sampling_steps)
+
+    @model_validator(mode="after")
+    def _kl_is_of_velocities(self) -> "RewardGradient":
+        of_steps = sorted(kind for kind in self._kinds_of_kl if kind not in (None, "velocity"))
+        if of_steps:
+            raise FlowGRPOError(
+                f"objective.kl={of_steps[0]} needs trained steps, {self.name} has none: set objective.kl=velocity."
+            )
+        return self
+
+
+class Refl(RewardGradient):
+    """ReFL: the image that the velocity of one late step predicts, arXiv 2304.05977."""
+
+    name: Literal["refl"] = "refl"
+    late_share: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """The share of the sampling steps, from the end, of which one is drawn for each training step. Published: 10 of 40, FlowBP's baseline
+    11 of 25."""
+
+    def num_states(self, sampling_steps: int) -> int:
+        return 1
+
+    def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
+        count = len(derivatives)
+        late = max(1, round(self.late_share * count))
+        [drawn] = draw([1.0] * late, 1)
+        step = count - late + drawn
+        return [TrainedState(step, -sigmas[step], predicted=True)]
+
+
+class Draft(RewardGradient):
+    """DRaFT-LV: the last step, and copies of the image that are noised to its sigma and predicted again, arXiv 2309.17400."""
+
+    name: Literal["draft"] = "draft"
+    noised_copies: Annotated[int, Field(ge=0, le=100)] = 2
+    """Copies of each image, which lower the variance of the gradient. Each is decoded and scored."""
+
+    def num_states(self, sampling_steps: int) -> int:
+        return 1 + self.noised_copies
+
+    def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
+        last = len(derivatives) - 1
+        copies = [TrainedState(last, -sigmas[last], predicted=True, noised_copy=j + 1) for j in range(self.noised_copies)]
+        return [TrainedState(last, derivatives[last]), *copies]
+
+
+class FlowBp(RewardGradient):
+    """FlowBP: some steps of the whole rollout, late ones more often, each by its share in the final latents, arXiv 2606.11075.
+
+    The factor of a step is c times its derivative, c = 1 + (sum of all derivatives / sum of the trained ones - 1) / 2; a step i is drawn
+    without replacement by a probability that grows as i + 1. The paper has Euler's steps, whose derivatives are their lengths.
+    """
+
+    name: Literal["flowbp"] = "flowbp"
+    trained_steps: PositiveInt = 4
+    """Sampling steps that are trained in each training step."""
+
+    def num_states(self, sampling_steps: int) -> int:
+        return min(self.trained_steps, sampling_steps)
+
+    def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
+        steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.num_states(len(derivatives))))
+        correction = 1 + 0.5 * (sum(derivatives) / sum(derivatives[i] for i in steps) - 1)
+        return [TrainedState(i, correction * derivatives[i]) for i in steps]
 
 
 # -- a user's own -----------------------------------------------------------------------------------------------------

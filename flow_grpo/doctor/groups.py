@@ -74,7 +74,7 @@ def check_groups(stage: Stage, groups: SampledGroups, values: dict[str, Tensor] 
     by_group = advantages.weighted_sum(by_reward, weights).view(-1, stage.args.images_per_prompt)
     scored = by_group.isfinite().all(1)  # without the groups of a reward that was dropped
     results = []
-    if stage.critic is None and scored.any():
+    if stage.critic is None and not stage.args.objective.needs.reward_gradient and scored.any():
         rows = scored.repeat_interleave(stage.args.images_per_prompt)
         of_scored = {name: value[rows] for name, value in values.items()}
         results += _check_signal(stage, groups.batch.take(rows.nonzero()[:, 0]), of_scored, by_group[scored])

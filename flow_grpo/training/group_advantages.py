@@ -29,6 +29,7 @@ class Comparison:
         scored: the rows of groups in which every reward is a number. A dropped reward drops its group.
         informative: the scored rows of groups whose rewards differ.
         has_loss: the rows that the policy is trained on.
+        gradient_weights: of objectives by reward gradients, the weight of each reward's gradient for this process's images.
     """
 
     advantage: Float[Tensor, "B *K"]
@@ -36,6 +37,7 @@ class Comparison:
     informative: Bool[Tensor, " B"]
     has_loss: Bool[Tensor, " B"]
     metrics: dict[str, float]
+    gradient_weights: dict[str, Tensor] | None = None
 
 
 class GroupAdvantages:
@@ -211,7 +213,8 @@ def experience_of(
         rows_of: the images of a group that are trained on, as of `Needs.rows`.
     """
     rows, rows_per_group = select_rows(rows_of, scores.total, batch.group, compared.has_loss)
-    is_local = processes.owns(batch.group)
+    is_local, states = processes.owns(batch.group), trajectory.gradient_states
+    weights = compared.gradient_weights
     return Experience(
         batch=batch.take(is_local.nonzero()[:, 0]),
         trajectory=trajectory,
@@ -222,7 +225,8 @@ def experience_of(
         metrics=compared.metrics,
         scores=scores.take(is_local),
         # images that were dropped have a warning of their own
-        has_advantage=bool(compared.advantage[compared.has_loss].any()) or not compared.scored.any(),
+        has_advantage=weights is not None or bool(compared.advantage[compared.has_loss].any()) or not compared.scored.any(),
+        reward_gradient=None if states is None or weights is None else states.weighted(weights),
     )
 
 

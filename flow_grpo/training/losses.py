@@ -29,6 +29,7 @@ from flow_grpo.training.anchors import Anchors, Prediction
 from flow_grpo.types import (
     RATIO_DEVIATION,
     Experience,
+    GuidedVelocity,
     Loss,
     NoisedImage,
     PromptBatch,
@@ -329,6 +330,39 @@ class NoiseLevel:
     eps: Float[Tensor, "B *latent"]  # standard normal, float32
     timestep: Float[Tensor, " B"]
     sigma: Float[Tensor, " B"]
+
+
+class RewardGradientLoss:
+    """The loss of an objective by reward gradients: one `Loss` per trained state."""
+
+    fixed_positions = False
+
+    def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, *, objective: Objective) -> None:
+        assert experience.trajectory.gradient_states is not None
+        assert experience.reward_gradient is not None
+        self.policy, self.objective, self.conditioning = policy, objective, conditioning
+        self.states, self.gradient = experience.trajectory.gradient_states, experience.reward_gradient
+        self.advantage = experience.advantage
+        self.schedule = experience.trajectory.schedule
+        self.anchors = Anchors(policy, experience, conditioning, objective)
+        self.count = len(self.states.steps)
+
+    def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
+        """Do nothing: no number of a whole group is needed."""
+
+    def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
+        """One loss per trained state, its values those of `rows`."""
+        for k, (i, factor, endpoint) in enumerate(
+            zip(self.states.steps, self.states.factor, self.states.endpoint, strict=True)
+        ):
+            x, gradient = (take_rows(v, rows, self.policy.device) for v in (self.states.x[:, k], self.gradient[:, endpoint]))
+            velocity = functools.partial(self._velocity, x, i, rows)
+            current = velocity(self.policy, self.conditioning)
+            loss = self.objective.loss(GuidedVelocity(current.v, gradient, factor), self.advantage[rows])
+            yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity))
+
+    def _velocity(self, x: Tensor, i: int, rows: Tensor, model: FlowPipeline, conditioning: Conditioning) -> Prediction:
+        return Prediction(model.velocity(x, self.schedule.timesteps[i], conditioning, rows))
 
 
 def draw_noise_levels(experience: Experience, objective: Objective, *, seed: int, step: int) -> list[NoiseLevel]:

@@ -2,6 +2,7 @@
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, wait_for
+from flow_grpo.training.reward_gradients import GradientSampler
 from flow_grpo.types import PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
 
@@ -38,6 +40,7 @@ class ImageSampler:
         self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
         self.microbatch = args.microbatch
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
+        self.gradients = GradientSampler(policy, args, rewards)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
@@ -54,7 +57,7 @@ class ImageSampler:
         A part has whole groups and micro-batches. Returns the trajectory, and what will be the scores of its parts.
         """
         batch, window = batch.take(self.processes.owns(batch.group).nonzero()[:, 0]), self.window(step)
-        trajectories, futures = [], []
+        trajectories, futures = [], list[Future[Scores]]()
         with self.policy.meter.phase("encode"):
             self.policy.encode(batch.prompts)  # all at once, in full passes of the text encoders; the parts find them cached
         part_size = (
@@ -62,6 +65,12 @@ class ImageSampler:
         )
         for rows in torch.arange(len(batch.prompts)).split(part_size):
             part = batch.take(rows)
+            if self.args.objective.needs.reward_gradient:
+                trajectory, scores = self._sample_with_gradients(step, part)
+                trajectories.append(trajectory)
+                futures.append(Future())
+                futures[-1].set_result(scores)
+                continue
             with phase(f"step {step + 1}, sampling {counted(len(part.prompts), 'image')}"):
                 with self.policy.meter.phase("rollout"):
                     trajectories.append(
@@ -72,6 +81,23 @@ class ImageSampler:
                     images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.microbatch))
             futures.append(thread.submit(partial(self.score, part, images)))
         return Trajectory.join(trajectories), futures
+
+    def _sample_with_gradients(self, step: int, batch: PromptBatch) -> tuple[Trajectory, Scores]:
+        """Sample images along the ODE, with the gradients of their rewards, and score them."""
+        derivatives = sampling.endpoint_derivatives(self.schedule, sampling.SOLVERS[self.args.sampling.solver])
+        generator = sampling.generator(self.args.seed, "trained states", step)
+        draw = lambda weights, count: torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()  # noqa: E731
+        states = self.args.objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
+        visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
+        count = counted(len(batch.prompts), "image")
+        with phase(f"step {step + 1}, sampling {count}"), self.policy.meter.phase("rollout"):
+            trajectory = self.trajectory(step, batch, [], visited=visited)
+        joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
+        with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):
+            gradient_states, scores = self.gradients(
+                trajectory, states, joined, batch, step=step, microbatch=self.microbatch
+            )
+        return replace(trajectory, gradient_states=gradient_states), scores
 
     def gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of the rows of all processes, each of which scores its own groups. group is (B,)."""
@@ -85,12 +111,20 @@ class ImageSampler:
         order = self.processes.owner(group).argsort(stable=True).argsort()
         return scores.take(order)
 
-    def trajectory(self, step: int, batch: PromptBatch, window: list[int], keep_graphs: bool = False) -> Trajectory:
+    def trajectory(
+        self,
+        step: int,
+        batch: PromptBatch,
+        window: list[int],
+        keep_graphs: bool = False,
+        visited: dict[int, list[tuple[Tensor, Tensor]]] | None = None,
+    ) -> Trajectory:
         """Sample B images, one micro-batch at a time; the group numbers of the batch name their noise.
 
         Args:
             window: the steps that add noise and are recorded.
             keep_graphs: as of `sampling.rollout`.
+            visited: by steps of the schedule, lists to which the state and the velocity there are added for each micro-batch.
         """
         objective, seed, shape = self.args.objective, self.args.seed, self.latent_shape
         with self.policy.meter.phase("encode"):
@@ -115,18 +149,25 @@ class ImageSampler:
                 leaders, inverse = first_rows(batch.group)
                 states = []
                 for rows in leaders.split(self.microbatch):
-                    velocity = self._velocity(conditioning, rows, window, keep_graphs)
+                    velocity = self._velocity(conditioning, rows, window, keep_graphs, {})
                     states.append(rollout(velocity, x=take_rows(start, rows), steps=range(first)).final)
                 start = take_rows(torch.cat(states), inverse)
             for rows in torch.arange(len(start)).split(self.microbatch):
-                velocity = self._velocity(conditioning, rows, window, keep_graphs)
+                velocity = self._velocity(conditioning, rows, window, keep_graphs, visited or {})
                 own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
                 steps = range(first, len(self.schedule))
                 part = rollout(velocity, x=take_rows(start, rows), noise=own_noise.__getitem__, steps=steps)
                 parts.append(part.to(torch.device("cpu")) if self.args.memory.offload_trajectories else part)
         return Trajectory.join(parts)
 
-    def _velocity(self, conditioning: Conditioning, rows: Tensor, window: list[int], keep_graphs: bool) -> sampling.Velocity:
+    def _velocity(
+        self,
+        conditioning: Conditioning,
+        rows: Tensor,
+        window: list[int],
+        keep_graphs: bool,
+        visited: dict[int, list[tuple[Tensor, Tensor]]],
+    ) -> sampling.Velocity:
         """The policy's velocity of these rows, which is left at once if the run is asked to stop."""
         # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
         with_gradients = set(window) if self.policy.compiled or keep_graphs else set()
@@ -136,6 +177,8 @@ class ImageSampler:
                 raise Interrupted
             with torch.set_grad_enabled(i in with_gradients):
                 v = self.policy.velocity(x, self.schedule.timesteps[i], conditioning, rows)
+            if i in visited:
+                visited[i].append((x, v.detach()))
             return v if keep_graphs else v.detach()  # here, so that its graph is gone before the next micro-batch's
 
         return velocity

@@ -1,5 +1,6 @@
 """The parts of a run: prompts, rewards, and the policy with what is trained."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import ForwardProcess
 from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig, RewardConfig
 from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.data.prompt_warnings import overlap_warnings, syntax_warnings
@@ -225,7 +227,8 @@ class RunParts:
         eval_rewards: all rewards that are measured; those that are not trained on have weight 0.
         rewards: the trained ones.
         train_source: the file or name that the training prompts come from; None for several sets, and for prompts in memory.
-        prompt_warnings: sentences on prompts that the run both trains on and is measured by, or that have another program's syntax.
+        warnings: sentences on prompts that the run both trains on and is measured by, or that have another program's syntax, and on a
+            model of few steps that the objective would blur.
         inputs: digests of what the run depends on besides its settings.
     """
 
@@ -237,7 +240,7 @@ class RunParts:
     prompt_sampler: PromptSampler
     eval_rewards: WeightedSum
     rewards: WeightedSum
-    prompt_warnings: list[str]
+    warnings: list[str]
     train_source: str | None
     inputs: dict[str, str]
 
@@ -304,12 +307,30 @@ def build_run(
         prompt_sampler=sampler_of(train_set, args.seed, args.prompt_weights == "variance"),
         eval_rewards=eval_rewards,
         rewards=rewards,
-        prompt_warnings=[]
+        warnings=few_step_warnings(args)
         if given_images
-        else [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)],
+        else [
+            *few_step_warnings(args),
+            *syntax_warnings(all_prompts),
+            *overlap_warnings(train_set.prompts, eval_prompts, source),
+        ],
         train_source=source,
         inputs=inputs,
     )
+
+
+FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
+
+
+def few_step_warnings(args: FlowGRPOConfig) -> list[str]:
+    """A sentence if a model that was distilled to few steps, as its name says, is trained by the forward process, which blurs it."""
+    names = [stage.objective.name for _, stage in args.resolved_stages() if isinstance(stage.objective, ForwardProcess)]
+    if not names or not FEW_STEPS.search(args.model.rstrip("/").rpartition("/")[2]):
+        return []
+    return [
+        f"{args.model} is made for few steps, and {names[0]}, which trains on noised images, blurs such a model: train its steps by grpo, "
+        "or by the gradient of a reward by flowbp, with the steps that it is made for (sampling.steps)."
+    ]
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

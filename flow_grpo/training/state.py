@@ -23,6 +23,7 @@ from flow_grpo.training.critic import Critic, CriticAdvantages
 from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import GivenImages, image_size, load_examples
+from flow_grpo.training.reward_gradients import GradientWeights
 from flow_grpo.training.rollouts import ImageSampler
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import Experience
@@ -40,7 +41,7 @@ class Stage:
         sampler: samples and scores images.
         given_images: images of a data set in place of a rollout, if the settings name one.
         groups: compares the images of a group.
-        compare: gives the advantages of scored images, by `groups` or by a critic.
+        compare: gives the advantages of scored images, by `groups` or by a critic, or the weights of their rewards' gradients.
         update: updates the policy from an `Experience`.
         warnings: pending warnings.
         has_advantage: whether any image of the last training step had an advantage.
@@ -68,7 +69,12 @@ class Stage:
         self.given_images = GivenImages(policy, args, processes) if args.dataset is not None else None
         self.groups = GroupAdvantages(args, rewards)
         self.critic = self._critic() if args.objective.needs.critic else None
-        self.compare = self.groups if self.critic is None else CriticAdvantages(policy, self.critic, self.groups)
+        self.gradient_weights = GradientWeights(self.groups, processes)
+        self.compare: GroupAdvantages | CriticAdvantages | GradientWeights = self.groups
+        if self.critic is not None:
+            self.compare = CriticAdvantages(policy, self.critic, self.groups)
+        elif args.objective.needs.reward_gradient:
+            self.compare = self.gradient_weights
         self.update = PolicyUpdate(policy, args, start, processes)
         self.set_microbatch(args.microbatch)
         for name in args.objective.policy_copies:
@@ -150,6 +156,7 @@ class Stage:
             "prompts": self.prompt_sampler.state_dict(),
             "clip": dict(self.update.clip.state),
             "microbatch": self.microbatch,
+            "gradients": dict(self.gradient_weights.mean_square),
             "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
         }
 
@@ -158,6 +165,7 @@ class Stage:
         self.prompt_sampler.load_state_dict(state["prompts"])
         self._use_microbatch(state["microbatch"])
         self.update.clip.state = dict(state["clip"])
+        self.gradient_weights.mean_square = dict(state.get("gradients", {}))  # which checkpoints of 0.4 have not
         if self.critic is not None:
             self.critic.load_training_state(state["critic"])
 
@@ -209,7 +217,7 @@ class RunState:
         self.stages = args.resolved_stages()
         self.prompt_sampler = prompt_sampler
         for _, settings in self.stages:
-            check_stage(settings, policy, processes)
+            check_stage(settings, policy, rewards, processes)
         start, first = self.stages[0]
         self.stage = self._start_stage(start, first)
 
@@ -352,9 +360,11 @@ class RunState:
             self.policy.load_adapter_state(values, name)
 
 
-def check_stage(args: FlowGRPOConfig, policy: Policy, processes: Processes) -> None:
-    """Raise FlowGRPOError if processes can't share a step of the stage, or its given images can't be read or encoded."""
+def check_stage(args: FlowGRPOConfig, policy: Policy, rewards: WeightedSum, processes: Processes) -> None:
+    """Raise FlowGRPOError if processes can't share a step of the stage, its given images can't be read, or its rewards have no gradient."""
     local_microbatch(args, processes, args.microbatch)
+    if args.objective.needs.reward_gradient:
+        rewards.check_differentiable()
     if args.dataset is not None:
         load_examples(args.dataset, args.objective.needs.rows_per_pair)
         image_size(policy, args.sampling.steps)

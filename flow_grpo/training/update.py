@@ -21,7 +21,15 @@ from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies
-from flow_grpo.training.losses import BatchLoss, ClipRange, ForwardProcessLoss, LossMetrics, StepLoss, draw_noise_levels
+from flow_grpo.training.losses import (
+    BatchLoss,
+    ClipRange,
+    ForwardProcessLoss,
+    LossMetrics,
+    RewardGradientLoss,
+    StepLoss,
+    draw_noise_levels,
+)
 from flow_grpo.types import RATIO_DEVIATION, Experience
 
 GRAD_NORM = "grad_norm"  # metric
@@ -331,6 +339,8 @@ def loss_of_batch(
             objective=args.objective,
             clip=clip,
         )
+    if args.objective.needs.reward_gradient:
+        return RewardGradientLoss(policy, experience, conditioning, objective=args.objective)
     return ForwardProcessLoss(
         policy,
         experience,

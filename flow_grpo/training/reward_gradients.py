@@ -1,0 +1,156 @@
+"""Gradients of rewards at the end of a rollout, for `refl`, `draft` and `flowbp`: where they are taken, and how rewards are weighed."""
+
+import torch
+from torch import Tensor
+
+from flow_grpo import sampling
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import TrainedState
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards import WeightedSum
+from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
+from flow_grpo.types import GradientStates, PromptBatch, Scores, Trajectory
+
+DECAY = 0.9  # of the running mean square of a reward's gradient
+
+
+def predicted_image(x: Tensor, v: Tensor, sigma: float) -> Tensor:
+    """The latents (n, ...) that a velocity predicts at a state."""
+    return x - sigma * v
+
+
+class GradientSampler:
+    """Finds the states of a rollout that are trained, and the rewards and their gradients at the endpoints."""
+
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
+        self.policy, self.args, self.rewards = policy, args, rewards
+
+    def __call__(
+        self,
+        trajectory: Trajectory,
+        states: list[TrainedState],
+        visited: dict[int, tuple[Tensor, Tensor]],
+        batch: PromptBatch,
+        *,
+        step: int,
+        microbatch: int,
+    ) -> tuple[GradientStates, Scores]:
+        """The trained states of a batch with the gradients of all rewards, and the scores of the first endpoint.
+
+        Args:
+            visited: states (B, ...) before steps of the schedule, and the velocities (B, ...) there.
+        """
+        sigmas = trajectory.schedule.sigmas.tolist()
+        xs, endpoints, index = [], [trajectory.final], []
+        for state in states:
+            x, v = (
+                self._noised_copy(trajectory, state, batch, step, microbatch) if state.noised_copy else visited[state.step]
+            )
+            xs.append(x)
+            if state.predicted:
+                endpoints.append(predicted_image(x, v, sigmas[state.step]))
+            index.append(len(endpoints) - 1 if state.predicted else 0)
+        if 0 not in index:  # the final latents are no endpoint
+            endpoints, index = endpoints[1:], [i - 1 for i in index]
+        gradient, fall, value = {}, {}, {}
+        for name in self.rewards.trained_weights:
+            columns = [self._gradient(name, latents, batch, microbatch) for latents in endpoints]
+            gradient[name], fall[name], value[name] = (torch.stack(parts, 1) for parts in zip(*columns, strict=True))
+        return (
+            GradientStates(
+                torch.stack(xs, 1),
+                [state.step for state in states],
+                [state.factor for state in states],
+                endpoint=index,
+                gradient=gradient,
+                fall=fall,
+            ),
+            self._scores(batch, {name: values[:, 0] for name, values in value.items()}),
+        )
+
+    def _noised_copy(
+        self, trajectory: Trajectory, state: TrainedState, batch: PromptBatch, step: int, microbatch: int
+    ) -> tuple[Tensor, Tensor]:
+        """The final latents noised to the sigma of the state's step, and the velocity there."""
+        final, sigma = trajectory.final, trajectory.schedule.sigmas[state.step].item()
+        eps = sampling.batch_noise(final.shape[1:], batch, self.args.seed, "copy", step, state.noised_copy)
+        x = (1 - sigma) * final + sigma * eps.to(final.device)
+        conditioning = self.policy.encode(batch.prompts)
+        with torch.no_grad(), self.policy.lora.use(self.args.objective.sampling_adapter):
+            parts = [
+                self.policy.velocity(x[rows], trajectory.schedule.timesteps[state.step], conditioning, rows)
+                for rows in torch.arange(len(x)).split(microbatch)
+            ]
+        return x, torch.cat(parts)
+
+    def _gradient(self, name: str, latents: Tensor, batch: PromptBatch, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one reward at an endpoint: its gradient (B, ...), its fall (B,) against it, and its value (B,), on the CPU."""
+        value, fall = torch.full((len(latents),), torch.nan), torch.full((len(latents),), torch.nan)
+        reward, rho = self.rewards.subset([name]), self.args.objective.smoothing
+
+        def image_gradient(images: Tensor, rows: Tensor) -> Tensor:
+            part = batch.take(rows)
+            found = reward.gradients(images, part.prompts, rho, **part.columns())[name]
+            value[rows] = found.value
+            if found.fall is not None:
+                fall[rows] = found.fall
+            return found.gradient
+
+        slice_size = 1 if self.args.memory.vae_slicing else microbatch
+        with self.policy.meter.phase("reward"):
+            return self.policy.decode_vjp(latents, image_gradient, slice_size), fall, value
+
+    def _scores(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> Scores:
+        """The scores of B images with these rewards, as `WeightedSum` has them: the sum is over the rewards that a prompt names."""
+        weights = row_weights(self.rewards, batch)
+        total = sum((weights[name] * values).where(weights[name] != 0, 0) for name, values in by_name.items())
+        return Scores(torch.as_tensor(total), by_name)
+
+
+def row_weights(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tensor]:
+    """The weight (B,) of each trained reward for each image, 0 where the prompt does not name it."""
+    of_rows = rewards.row_weights(batch.metadata_columns())
+    if of_rows is None:
+        return {name: torch.full((len(batch.prompts),), weight) for name, weight in rewards.trained_weights.items()}
+    return dict(zip(rewards.trained_weights, of_rows.unbind(1), strict=True))
+
+
+class GradientWeights:
+    """Weighs the rewards' gradients, each by the running rms of its own, so that no unit of a reward or its latents counts.
+
+    Attributes:
+        mean_square: the running mean square of a reward's gradient, by the reward's name.
+    """
+
+    def __init__(self, groups: GroupAdvantages, processes: Processes) -> None:
+        self.groups, self.processes = groups, processes
+        self.mean_square: dict[str, float] = {}
+
+    def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
+        """The comparison of a step's images, without advantages, with the weight of each local gradient."""
+        scored, informative = self.groups.facts(batch, scores)
+        metrics = reward_metrics(batch, scores, informative)
+        local = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
+        weights, states = row_weights(self.groups.rewards, local), trajectory.gradient_states
+        assert states is not None
+        is_scored = scored[self.processes.owns(batch.group)]
+        for name, gradient in states.gradient.items():
+            rows = is_scored & (weights[name] != 0)
+            square, count, fall = (
+                gradient[rows].double().square().sum().item(),
+                gradient[rows].numel(),
+                states.fall[name][rows],
+            )
+            sums = self.processes.all_gather((square, count, fall.nansum().item(), fall.isfinite().sum().item()))
+            square, count, falls, num_falls = (sum(part) for part in zip(*sums, strict=True))
+            if count:
+                present = square / count
+                former = self.mean_square.get(name, present)
+                self.mean_square[name] = DECAY * former + (1 - DECAY) * present
+                metrics[f"reward_gradient/{name}/rms"] = present**0.5
+            if num_falls:
+                metrics[f"reward_gradient/{name}/S1"] = falls / num_falls
+            weights[name] = weights[name] / max(self.mean_square.get(name, 0.0) ** 0.5, 1e-12)
+        zeros = torch.zeros(len(scored))
+        return Comparison(zeros, scored, informative, scored, metrics, gradient_weights=weights)

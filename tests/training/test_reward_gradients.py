@@ -1,0 +1,299 @@
+"""Objectives by the gradient of rewards: which states they train, that the gradient is backpropagation's, and what is refused."""
+
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from support import small_policy as small
+from support.run_contents import MEASURED
+
+from flow_grpo import objectives, sampling
+from flow_grpo.config.objective import Draft, FlowBp, Refl
+from flow_grpo.distributed.processes import Processes
+from flow_grpo.run_folder.metrics_file import read_metrics
+from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.reward_gradients import GradientWeights, predicted_image
+from flow_grpo.types import GuidedVelocity
+
+NAMES = ["refl", "draft", "flowbp"]
+SIGMAS = [1.0, 0.9, 0.7, 0.4, 0.1, 0.0]
+LENGTHS = [after - before for before, after in pairwise(SIGMAS)]
+
+
+def redness(images, prompts):
+    return 0.1 * (images[:, 0] - images[:, 1]).mean((1, 2))
+
+
+def detail(images, prompts):
+    return 3 * (images[..., 1:] - images[..., :-1]).square().mean((1, 2, 3))
+
+
+redness.differentiable = detail.differentiable = True
+
+
+def settings(name, **changes):
+    objective = {"name": name, "smoothing": 0.0, "kl_weight": 0.0, **changes.pop("objective", {})}
+    return small.settings(objective=objective, **{"prompts_per_step": 2, "images_per_prompt": 3, "microbatch": 6, **changes})
+
+
+def trainer(name, reward_funcs=redness, policy=None, **changes):
+    return FlowGRPOTrainer(policy or small.policy(), reward_funcs, settings(name, **changes), small.PROMPTS)
+
+
+def numbers(metrics):
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+
+
+def lora(policy):
+    return torch.cat([p.detach().flatten() for p in policy.trainable_parameters().values()]).clone()
+
+
+def states(objective, step=0):
+    """What a training step trains by Euler's steps."""
+    generator = sampling.generator(0, "trained states", step)
+    return objective.trained_states(
+        SIGMAS, LENGTHS, lambda weights, count: torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()
+    )
+
+
+# -- which states are trained -----------------------------------------------------------------------------------------------
+
+
+def test_refl_trains_one_step_of_the_late_ones_equally_often():
+    drawn = [states(Refl(late_share=0.6), step) for step in range(600)]
+    assert all(len(one) == 1 and one[0].predicted and one[0].factor == -SIGMAS[one[0].step] for one in drawn)
+    counts = [sum(one[0].step == i for one in drawn) for i in range(5)]
+    assert counts[:2] == [0, 0]
+    assert all(abs(count - 200) < 4 * math.sqrt(600 * 2 / 9) for count in counts[2:])
+
+
+def test_draft_trains_the_last_step_and_noised_copies():
+    last, *copies = states(Draft(noised_copies=2))
+    assert (last.step, last.factor, last.predicted, last.noised_copy) == (4, -0.1, False, 0)
+    assert [(one.step, one.factor, one.predicted, one.noised_copy) for one in copies] == [
+        (4, -0.1, True, 1),
+        (4, -0.1, True, 2),
+    ]
+
+
+def test_flowbp_trains_different_steps_by_their_corrected_length():
+    drawn = [states(FlowBp(trained_steps=2), step) for step in range(3000)]
+    for one in drawn[:50]:
+        steps = [state.step for state in one]
+        assert len(set(steps)) == 2
+        correction = 1 + 0.5 * (-1 / sum(LENGTHS[i] for i in steps) - 1)
+        assert [state.factor for state in one] == pytest.approx([correction * LENGTHS[i] for i in steps])
+    first = [sum(any(state.step == i for state in one) for one in drawn) / 3000 for i in range(5)]
+    chance = [(i + 1) / 15 for i in range(5)]
+    both = [p + sum(q * p / (1 - q) for k, q in enumerate(chance) if k != i) for i, p in enumerate(chance)]
+    assert first == pytest.approx(both, abs=4 * 0.5 / math.sqrt(3000))
+    assert FlowBp().num_states(3) == 3, "no more than there are"
+
+
+@pytest.mark.parametrize("solver", sampling.SOLVERS)
+def test_a_solvers_derivatives_are_those_of_autograd(solver):
+    schedule = small.policy().schedule(5)[0]
+    start, velocities = torch.randn(3), [torch.randn(3, requires_grad=True) for _ in range(5)]
+    with torch.enable_grad():
+        x, history = start, None
+        for i, v in enumerate(velocities):
+            history = None if i == 4 else history
+            x, history = sampling.SOLVERS[solver](x, v, schedule.sigmas[i], schedule.sigmas[i + 1], history)
+    found = [torch.autograd.grad(x.sum(), v, retain_graph=True)[0][0].item() for v in velocities]
+    assert sampling.endpoint_derivatives(schedule, sampling.SOLVERS[solver]) == pytest.approx(found, rel=1e-4)
+
+
+# -- the gradient -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_linear_loss_has_the_gradient_of_backpropagation_through_composition_decoder_and_reward():
+    """In float64, for a small network: the endpoint is composed of detached velocities but for two."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    decoder = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    network = lambda x, i: torch.tanh(x @ weight) * (1 + i)  # noqa: E731
+    reward = lambda image: image.sin().sum(1) + image.square().mean(1)  # noqa: E731
+    x, visited, lengths = torch.randn(4, 6, generator=generator, dtype=torch.float64), [], [-0.1, -0.2, -0.3, -0.4]
+    for i, length in enumerate(lengths):
+        visited.append(x)
+        x = (x + length * network(x, i)).detach()
+    trained = {1: 0.7 * lengths[1], 3: 0.7 * lengths[3]}
+    composed = x + sum(c * (network(visited[i], i) - network(visited[i], i).detach()) for i, c in trained.items())
+    (expected,) = torch.autograd.grad(-reward(composed @ decoder).sum(), weight)
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(reward(leaf @ decoder).sum(), leaf)
+    losses = [
+        objectives.reward_gradient(GuidedVelocity(network(visited[i], i), gradient, c)).value.sum()
+        for i, c in trained.items()
+    ]
+    (found,) = torch.autograd.grad(sum(losses), weight)
+    torch.testing.assert_close(6 * found, expected, rtol=1e-10, atol=1e-12)
+
+
+def by_backpropagation(policy, args, experience):
+    """The gradient of the mean reward, its parts weighed as the run does, through velocities, decoder and reward at once."""
+    states, schedule = experience.trajectory.gradient_states, experience.trajectory.schedule
+    conditioning, rows = policy.encode(experience.batch.prompts), torch.arange(len(experience.batch.prompts))
+    total = torch.zeros(())
+    for k, (i, factor) in enumerate(zip(states.steps, states.factor, strict=True)):
+        x = states.x[:, k]
+        v = policy.velocity(x, schedule.timesteps[i], conditioning, rows)
+        end = predicted_image(x, v, float(schedule.sigmas[i]))
+        if not (factor == -float(schedule.sigmas[i]) and states.endpoint[k] != 0) and args.objective.name != "refl":
+            end = experience.trajectory.final + factor * (v - v.detach())
+        total = total + redness(policy.decode_with_grad(end), None).mean() / len(states.steps)
+    return torch.autograd.grad(-total, list(policy.trainable_parameters().values()))
+
+
+@pytest.mark.parametrize("solver", sampling.SOLVERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_update_has_the_gradient_of_backpropagation(name, solver):
+    run = trainer(name, sampling={"steps": 4, "solver": solver})
+    experience = run.experience()
+    rms = experience.metrics["reward_gradient/redness/rms"]
+    seen = []
+    run.stage.update.optimizer.reduce_gradients = lambda: (
+        seen.append(torch.cat([p.grad.flatten() for p in run.policy.trainable_parameters().values()]).clone())
+        or torch.tensor(1.0)
+    )
+    expected = torch.cat([g.flatten() for g in by_backpropagation(run.policy, run.args, experience)])
+    run.stage.update(experience, 0)
+    elements = experience.trajectory.final[0].numel()
+    torch.testing.assert_close(seen[0] * elements * rms, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_reward_rises(name):
+    """Of the images of one noise, all of them."""
+    run = trainer(name, optimizer={"lr": 0.05}, prompts_per_step=4)
+    before = small.collect(run, 0).scores.total
+    for _ in range(10):
+        run.training_step()
+    assert (small.collect(run, 0).scores.total > before + 1e-3).all()
+
+
+def test_units_of_rewards_and_their_weights_count_by_their_share():
+    """Each gradient is divided by its own rms: a reward in other units trains the same, and weights are shares."""
+
+    def thousandfold(images, prompts):
+        return 1000 * redness(images, prompts)
+
+    thousandfold.differentiable = True
+    one, other = (trainer("flowbp", [reward, detail]) for reward in (redness, thousandfold))
+    torch.testing.assert_close(one.experience().reward_gradient, other.experience().reward_gradient, rtol=1e-4, atol=1e-5)
+    both = trainer("flowbp", [redness, detail]).experience()
+    states = both.trajectory.gradient_states
+    parts = {name: g / g.square().mean().sqrt() for name, g in states.gradient.items()}
+    torch.testing.assert_close(both.reward_gradient, parts["redness"] + parts["detail"], rtol=1e-4, atol=1e-5)
+
+
+def test_the_running_rms_is_a_moving_average_that_a_checkpoint_has(tmp_path):
+    args = {"steps": 4, "save_every": 1, "output_dir": str(tmp_path / "whole")}
+    trainer("flowbp", **args).train()
+    parts = {**args, "output_dir": str(tmp_path / "parts")}
+    trainer("flowbp", **{**parts, "steps": 2}).train()
+    trainer("flowbp", **parts).train(resume=True)
+    whole, resumed = ([numbers(row) for row in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
+    assert whole == resumed
+    weights = GradientWeights(None, Processes())
+    weights.mean_square = {"a": 4.0}
+    assert json.loads(json.dumps(weights.mean_square)) == {"a": 4.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_micro_batch_changes_nothing(name):
+    whole, parts = (trainer(name, microbatch=size, objective={"smoothing": 0.01}) for size in (6, 2))
+    for _ in range(2):
+        first, second = numbers(whole.training_step()), numbers(parts.training_step())
+        assert first == pytest.approx(second, rel=2e-3, abs=1e-5)
+    torch.testing.assert_close(lora(whole.policy), lora(parts.policy), rtol=0, atol=2e-4)
+
+
+def test_two_processes_have_the_gradients_of_one():
+    """The first of two has its groups' gradients, weighed by the mean square of both."""
+    alone = trainer("flowbp", prompts_per_step=4)
+    whole = alone.experience()
+    gradient = whole.trajectory.gradient_states.gradient["redness"]
+    own = torch.tensor([row for row in range(12) if row // 3 % 2 == 0])
+    others = torch.tensor([row for row in range(12) if row // 3 % 2])
+    pair = trainer("flowbp", prompts_per_step=4)
+    square, count = gradient[others].double().square().sum().item(), gradient[others].numel()
+
+    def other(value):
+        return whole.scores.take(others) if hasattr(value, "by_name") else (square, count, 0.0, 0)
+
+    pair.processes = pair.stage.processes = pair.stage.sampler.processes = pair.stage.gradient_weights.processes = small.Two(
+        other
+    )
+    half = pair.experience()
+    torch.testing.assert_close(half.reward_gradient, whole.reward_gradient[own], rtol=1e-4, atol=1e-5)
+    assert half.metrics["reward_gradient/redness/rms"] == pytest.approx(
+        whole.metrics["reward_gradient/redness/rms"], rel=1e-6
+    )
+
+
+def test_smoothing_measures_how_sharp_the_reward_is():
+    metrics = trainer("flowbp", objective={"smoothing": 0.05}).training_step()
+    assert metrics["reward_gradient/redness/S1"] == pytest.approx(0.05 * 0.1 * math.sqrt(2 / 64), rel=1e-3), (
+        "rho times |gradient|"
+    )
+    assert "reward_gradient/redness/S1" not in trainer("flowbp").training_step()
+
+
+def test_a_group_whose_reward_failed_is_left_out():
+    calls = []
+
+    def sometimes(images, prompts):
+        calls.append(len(prompts))
+        return torch.where(torch.tensor([p == prompts[0] for p in prompts]), torch.nan, redness(images, prompts))
+
+    sometimes.differentiable = True
+    run = trainer("draft", sometimes, objective={"noised_copies": 0})
+    run.stage.sampler.rewards.drop_on_error |= {"sometimes"}
+    run.stage.sampler.gradients.rewards.drop_on_error |= {"sometimes"}
+    experience = run.experience()
+    assert experience.metrics["frac_reward_dropped"] == 0.5
+    assert experience.rows.tolist() == [3, 4, 5]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------
+
+
+def plain(images, prompts):
+    return [0.0] * len(prompts)
+
+
+def claims(images, prompts):
+    return redness(images.detach(), prompts)
+
+
+def far(images, prompts):
+    return redness(images, prompts)
+
+
+claims.differentiable = True
+far.elsewhere = True  # as a remote or isolated reward has it
+
+
+def test_a_reward_without_a_gradient_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="reward plain has no gradient: take a differentiable one"):
+        trainer("refl", plain)
+    with pytest.raises(ValueError, match=r"reward far runs in another process, .* leave remote and isolate out"):
+        trainer("refl", far)
+    with pytest.raises(ValueError, match="returned values without a gradient of the images"):
+        trainer("refl", claims).training_step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"objective": {"advantage": "rloo"}}, "does not use advantage: it trains by the gradient of the rewards"),
+        ({"objective": {"kl": "gaussian"}}, "set objective.kl=velocity"),
+        ({"objective": {"noise_level": 0.5}}, "refl does not use noise_level"),
+    ],
+)
+def test_settings_of_other_families_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        settings("refl", **changes)
