@@ -723,15 +723,15 @@ BUGS = [
     (
         "HPSv2 sees the middle of the picture",
         "rewards/hpsv2.py",
-        "        self.embed.preprocess = self._preprocess\n",
+        "        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(MEAN, STD)])\n",
         "",
         "tests/rewards/test_preference_models.py -k hpsv2_is",
     ),
     (
         "the aesthetic head reads an embedding of any length",
         "rewards/clip.py",
-        "self.model.encode_image(inputs.to(self.device), normalize=True)",
-        "self.model.encode_image(inputs.to(self.device))",
+        "self.model.encode_image(inputs, normalize=True)",
+        "self.model.encode_image(inputs)",
         "tests/rewards/test_preference_models.py -k aesthetic_is",
     ),
     (
@@ -1166,6 +1166,48 @@ BUGS = [
         "stored: dict[str, Any] = {}",
         "tests/export/test_export.py -k rank_and_alpha",
     ),
+    (
+        "the gradient of a flattened reward is taken uphill",
+        "rewards/gradients.py",
+        "return -rho * gradient",
+        "return rho * gradient",
+        "tests/rewards/test_gradients.py -k quadratic",
+    ),
+    (
+        "the gradient of a value that is not a number is trained on",
+        "rewards/gradients.py",
+        "return gradient.where(_per_image(finite.to(gradient.device), gradient), 0)",
+        "return gradient",
+        "tests/rewards/test_gradients.py -k gradient_zero_and_says_so",
+    ),
+    (
+        "the gradient of a copy does not reach the image",
+        "rewards/calls.py",
+        "return given.clone()",
+        "return given.detach().clone().requires_grad_(given.requires_grad)",
+        "tests/rewards/test_gradients.py -k value_and_its_gradient",
+    ),
+    (
+        "the decoder's weights get a gradient too",
+        "flow_grpo/policy/memory.py",
+        "    vae.requires_grad_(False)\n",
+        "",
+        "tests/policy/test_decode_gradient.py -k left_as_it_was",
+    ),
+    (
+        "the gradient of the images of a slice is that of the first slice",
+        "flow_grpo/policy/pipeline.py",
+        "image_gradient(images.detach(), rows)",
+        "image_gradient(images.detach(), rows - rows[0])",
+        "tests/policy/test_decode_gradient.py -k slices",
+    ),
+    (
+        "bicubic values beyond white stay",
+        "rewards/torch_transforms.py",
+        "antialias=True).clamp(0, 1)",
+        "antialias=True)",
+        "tests/rewards/test_preference_models.py -k values_with_a_gradient",
+    ),
 ]
 
 
@@ -1173,7 +1215,10 @@ def caught(file: str, old: str, new: str, tests: str) -> bool:
     """Whether the tests pass as the repository is and fail with the bug in it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "runs", "samples", ".venv", "__pycache__"))
+        # flow_grpo/rewards stays a link: a bug in rewards/ is one in both
+        shutil.copytree(
+            ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", "runs", "samples", ".venv", "__pycache__")
+        )
         target = copy / file
         text = target.read_text()
         if text.count(old) != 1:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from support.embedded import PROMPTS, tiny_policy
 from support.families import TINY, awake
 
+from flow_grpo import rewards
 from flow_grpo.policy.policy import Policy
 
 FAMILIES = ["sd3", "flux", "flux2", "qwen_image", "sana", "wan"]
@@ -117,3 +119,22 @@ def test_a_pipeline_that_returns_no_tensor_is_refused(built, monkeypatch):
     monkeypatch.setattr("flow_grpo.policy.pipeline.images_to_tensor", lambda images: images.detach())
     with pytest.raises(ValueError, match=r"FluxPipeline returns images without a gradient: .* such as grpo\."):
         policy.decode_vjp(states, lambda _, rows: weights[rows])
+
+
+def test_the_gradient_of_a_reward_goes_back_to_the_states_that_it_scores():
+    policy, clip = tiny_policy(), rewards.load("clip", device="cpu")
+    total, (_, shape) = rewards.WeightedSum({"clip": clip}, {"clip": 2.0}), policy.schedule(2)
+    states, values = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0)), torch.zeros(2)
+
+    def image_gradient(images, rows):
+        result = total.gradients(images, [PROMPTS[row] for row in rows])["clip"]
+        values[rows] = result.value
+        return 2 * result.gradient
+
+    gradient = policy.decode_vjp(states, image_gradient)
+    leaf = states.clone().requires_grad_()
+    scores = clip(policy.decode_with_grad(leaf), PROMPTS)
+    torch.testing.assert_close(values, scores.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradient, torch.autograd.grad(2 * scores.sum(), leaf)[0], rtol=1e-3, atol=1e-6)
+    step = 0.5 * gradient / gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+    assert (clip(policy.decode(states + step), PROMPTS) > clip(policy.decode(states), PROMPTS)).all()
