@@ -29,9 +29,8 @@ from flow_grpo.evaluation.generate import NUM_DIVERSITY_PROMPTS, generate_images
 from flow_grpo.evaluation.image_metrics import rms_difference
 from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.shapes import drawing
-from flow_grpo.rewards.shapes.detection import find_shapes
 from flow_grpo.rewards.shapes.prompts import parse_edit, parse_scene
-from flow_grpo.rewards.shapes.rules import ExactShapes
+from flow_grpo.rewards.shapes.rules import ExactShapes, find_shapes
 from flow_grpo.tiny.shapes.examples import tensor_of
 
 SEEDS = 20

@@ -979,7 +979,7 @@ BUGS = [
     ),
     (
         "of several rows with one prompt all images get the first",
-        "flow_grpo/data/image_folders.py",
+        "flow_grpo/data/image_sets.py",
         "rows = list(range(len(labels)))",
         "rows = [prompts.prompts.index(text) for text in prompts.prompts]",
         "tests/data/test_image_sets.py -k although_the_prompt_is_one",

@@ -8,9 +8,10 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from flow_grpo import __version__
 from flow_grpo.cli import rewards
@@ -25,8 +26,8 @@ from flow_grpo.cli.report import report
 from flow_grpo.cli.sample import sample
 from flow_grpo.cli.score import score
 from flow_grpo.cli.serve import serve
-from flow_grpo.cli.settings_command import SettingsCommand
 from flow_grpo.cli.train import train
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import show_phases
 from flow_grpo.training import interrupt
@@ -52,6 +53,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+class SettingsCommand(TyperCommand):
+    """A typer command with overrides among its arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. ValueError for `--steps 3`, which is written steps=3."""
+        options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for i, word in enumerate(args):
+            option, equals, value = word.partition("=")
+            if word == "--":
+                break
+            if option.startswith("--") and option not in (*options, "--help") and (path := _setting(option)):
+                following = next((next_word for next_word in args[i + 1 : i + 2] if not next_word.startswith("--")), "VALUE")
+                raise FlowGRPOError(f"{option} is a setting and no option: write {path}={value if equals else following}.")
+        return super().parse_args(ctx, args)
+
+
+def _setting(option: str) -> str | None:
+    """The dotted path of the setting that an option names, if there is one."""
+    from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.config.errors import setting_paths
+
+    *_, word = option.removeprefix("--").replace("-", "_").split(".")
+    return next(iter(setting_paths(FlowGRPOConfig, word)), None)
 
 
 def _show_version(wanted: bool) -> None:

@@ -42,7 +42,7 @@ def compare(
     from flow_grpo import compare as comparison
     from flow_grpo.figures import draw_or_warn
     from flow_grpo.files import new_files
-    from flow_grpo.run_folder.lock import locked
+    from flow_grpo.run_folder.opening import locked
 
     if target is not None and not math.isfinite(target):
         raise FlowGRPOError(f"--target {target} is not a number that a metric reaches: give a finite one.")

@@ -36,9 +36,8 @@ def plan(
     [bold]flow-grpo plan flux_dev_ocr memory.quantize=nf4 --gpu H100 --gpus 8[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.plan.fit import baseline_memory
+    from flow_grpo.plan.fit import baseline_memory, print_plan
     from flow_grpo.plan.hardware import Hardware
-    from flow_grpo.plan.show import print_plan
     from flow_grpo.policy.devices import usable_device
 
     args = FlowGRPOConfig.from_yaml(config, overrides)

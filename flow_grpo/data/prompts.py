@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flow_grpo.data.prompt_files import COLUMNS, Table, prompt_columns
-from flow_grpo.data.prompt_images import COLUMN as IMAGE
-from flow_grpo.data.prompt_images import DERIVED, read_images
+from flow_grpo.data.prompt_files import COLUMN as IMAGE
+from flow_grpo.data.prompt_files import COLUMNS, DERIVED, Table, prompt_columns, read_images
 from flow_grpo.data.prompt_sources import FILE_NAME, read_items, read_source
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, prompt_key, with_images

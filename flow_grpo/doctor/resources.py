@@ -19,7 +19,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder.opening import is_begun
 from flow_grpo.text import duration, gigabytes
-from flow_grpo.tracking.run_time import RunTime
+from flow_grpo.tracking.tracker import RunTime
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 MAX_SLOWDOWN = 3.0  # times the estimated seconds of a step

@@ -108,8 +108,7 @@ def _write_weights(
         _rewrite(source, folder, args, run, title)
         return []
     from flow_grpo.policy.library_logging import quiet_libraries
-    from flow_grpo.policy.loading import load_policy
-    from flow_grpo.policy.merge import save_merged
+    from flow_grpo.policy.loading import load_policy, save_merged
     from flow_grpo.run_folder.weights import load_trained_weights
 
     quiet_libraries()

@@ -1,25 +1,48 @@
-"""How a run fits on a machine: sizes of a step that divide, speed in each dtype, memory that is taken already."""
+"""How a run fits on a machine, as `flow-grpo plan` prints it: memory by part, seconds per step, sizes that fit and divide."""
 
 import math
+from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
-from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.plan.hardware import Hardware, Rates
+from flow_grpo.plan.estimate import StepEstimate, StepEstimator
+from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.families import makes_videos
 from flow_grpo.policy.step_meter import peak_memory
 from flow_grpo.progress import phase
-from flow_grpo.tracking.run_time import RunTime
+from flow_grpo.text import gigabytes
+from flow_grpo.tracking.tracker import RunTime
 from flow_grpo.training.setup import build_rewards, load_unless_costly
 
 MAX_SCORED = 128  # images that the rewards get while their memory is measured
 MAX_SLOWDOWN = 3.0  # of a dtype, before there is a warning
+PHASE_NAMES = {
+    "encoding": "prompts are encoded",
+    "rollout": "images are sampled",
+    "update": "the weights are trained",
+    "decoding": "images are decoded",
+    "loading": "the model is loaded",
+}
+# what costs little first; the last two exclude each other
+SETTINGS = (
+    "objective.keep_graphs=false",
+    "memory.cuda_graphs=false",
+    "memory.offload_text_encoders=true",
+    "memory.gradient_checkpointing=true",
+    "memory.offload_trajectories=true",
+    "optimizer.name=adamw_8bit",
+)
+SMALLER_WEIGHTS = ("memory.quantize=nf4", "memory.offload=groups")
+LEAST = 0.01  # share of the peak that a setting must save to be named, unless the run fits with it
 
 
 def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> FlowGRPOConfig:
@@ -94,3 +117,162 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
     with phase("measuring the memory of the rewards"):
         rewards(images_scored, batch.prompts, **batch.columns())
     return peak_memory(torch.device("cpu")) + (images / len(images_scored) - 1) * images_scored.nbytes
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What makes a run fit, each with a micro-batch of one.
+
+    Attributes:
+        missing: bytes that the run takes beyond the memory.
+        savings: settings that are not on, each with the bytes that it saves alone; the largest first.
+        together: settings with which it fits; if it fits with none of ours, those with which it takes least.
+        left: bytes that are missing with these; 0 if it fits.
+    """
+
+    missing: float
+    savings: dict[str, float]
+    together: list[str]
+    left: float
+
+
+class Savings:
+    """Tries settings on a config that does not fit.
+
+    Args:
+        estimator: of the config.
+        memory, base: bytes of the device, and of what else is in it.
+    """
+
+    def __init__(self, estimator: StepEstimator, memory: float, base: float = 0.0) -> None:
+        self.estimator, self.memory, self.base = estimator, memory, base
+        self._traces = {
+            estimator.args.memory.gradient_checkpointing: estimator.trace
+        }  # all that the model's code depends on here
+        self.usable = [setting for setting in (*SETTINGS, *SMALLER_WEIGHTS) if self._changes(setting)]
+
+    def fit(self) -> Fit:
+        """What each setting saves, and which ones make the run fit."""
+        peak = self._peak([])
+        assert peak is not None
+        saved = {setting: peak - (self._peak([setting]) or peak) for setting in self.usable}
+        together, left = self._together()
+        by_size = sorted(saved.items(), key=lambda item: -item[1])
+        named = {name: size for name, size in by_size if name in together or size > LEAST * peak}
+        return Fit(peak - self.memory, named, together, left)
+
+    def _together(self) -> tuple[list[str], float]:
+        """The fewest of the settings with which it fits, and the bytes that are missing with them."""
+        cheap = [setting for setting in SETTINGS if setting in self.usable]
+        choices = [cheap, *([*cheap, setting] for setting in SMALLER_WEIGHTS if setting in self.usable)]
+        peaks = {tuple(choice): peak for choice in choices if (peak := self._peak(choice)) is not None}
+        chosen = next(
+            (choice for choice, peak in peaks.items() if peak <= self.memory), min(peaks, key=lambda choice: peaks[choice])
+        )
+        target, kept = max(peaks[chosen], self.memory), list(chosen)
+        for setting in reversed(chosen):
+            fewer = [other for other in kept if other != setting]
+            peak = self._peak(fewer)
+            if peak is not None and peak <= target:
+                kept = fewer
+        return kept, max(0.0, target - self.memory)
+
+    def _changes(self, setting: str) -> bool:
+        """Whether the config goes together with a setting that it does not have."""
+        try:
+            changed = self.estimator.args.with_overrides([setting])
+        except FlowGRPOError:
+            return False
+        return changed.model_dump() != self.estimator.args.model_dump()
+
+    def _peak(self, settings: list[str]) -> float | None:
+        """Bytes of the peak with these settings; None if they do not go together."""
+        try:
+            args = self.estimator.args.with_overrides(settings)
+            checkpointing = args.memory.gradient_checkpointing
+            changed = StepEstimator(args, self.estimator.cuda, self.estimator.count, self._traces.get(checkpointing))
+        except FlowGRPOError:
+            return None
+        self._traces[checkpointing] = changed.trace
+        return changed.estimate(1, self.base).peak
+
+
+def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
+    """Print what the run takes on a machine. Returns False if it does not fit."""
+    estimator = StepEstimator(args, machine.cuda, machine.count)
+    largest = estimator.largest_microbatch(machine.memory, base)
+    devices = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
+    peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
+    _say(console, f"{args.model} on {devices}, {gigabytes(machine.memory, 0)}{peak}{' each' if machine.count > 1 else ''}")
+    for note in estimator.trace.notes:
+        _say(console, note)
+    if machine.assumption:
+        _say(console, machine.assumption)
+    if not largest:
+        for line in _advice(Savings(estimator, machine.memory, base).fit(), machine.memory):
+            _say(console, line)
+        return False
+    sizes, largest_sizes = (
+        fit_batch_sizes(args, min(args.microbatch, largest), machine.count),
+        fit_batch_sizes(args, largest, machine.count),
+    )
+    estimate = estimator.estimate(sizes.microbatch, base)
+    console.print(_table(estimate, "" if base else ", without rewards"))
+    if args.memory.embedding_cache_dir and machine.cuda:
+        _say(
+            console,
+            f"with all prompts in {args.memory.embedding_cache_dir}, as in a later run: {gigabytes(estimate.encoded_peak)}",
+        )
+    rates = rates_of(estimator, machine, sizes.microbatch)
+    seconds = estimate.seconds(rates[estimator.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
+    how = rates[estimator.dtype].how
+    _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
+    _say(
+        console,
+        f"the run, without rewards: {run_time(estimator, machine, rates[estimator.dtype], largest, num_held_out(args))}",
+    )
+    if slower := slower_dtype(rates, estimator.dtype):
+        _say(console, slower)
+    _say(console, f"largest microbatch: {largest}; of those that divide: {largest_sizes.microbatch}")
+    _say(
+        console,
+        f"sizes that divide: prompts_per_step={sizes.prompts_per_step} images_per_prompt={args.images_per_prompt} "
+        f"microbatch={largest_sizes.microbatch} updates={args.updates} --num-processes {machine.count}",
+    )
+    return True
+
+
+def _table(estimate: StepEstimate, scope: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"memory with microbatch={estimate.microbatch}{scope}")
+    table.add_column("GB", justify="right")
+    for name, size in estimate.persistent.items():
+        table.add_row(name, f"{size / GB:.2f}")
+    for name, size in estimate.transient.items():
+        if name == "loading" and not size:
+            continue
+        table.add_row(f"while {PHASE_NAMES[name]}", f"{size / GB:.2f}", style="dim")
+    table.add_row("peak", f"{estimate.peak / GB:.2f}", style="bold")
+    return table
+
+
+def _advice(fit: Fit, memory: float) -> list[str]:
+    """What is missing, and what would make the run fit."""
+    lines = [
+        f"It does not fit: with microbatch=1, {gigabytes(fit.missing, 1)} are missing. Settings that are not on, each alone:"
+    ]
+    lines += [f"  {setting} saves {gigabytes(size, 1)}" for setting, size in fit.savings.items()]
+    smaller = "smaller images by height and width, a smaller model, or memory.shard=fsdp2 on several GPUs"
+    if not fit.savings:
+        return [lines[0].split(" Settings")[0], f"No setting of ours saves more; what is left are {smaller}."]
+    words = " ".join(fit.together)
+    if not fit.left:
+        return [*lines, f"It fits with: {words}"]
+    return [
+        *lines,
+        f"With {words} {gigabytes(fit.left, 1)} of {gigabytes(memory, 0)} are still missing; what is left are {smaller}.",
+    ]
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,8 +1,16 @@
-"""Create a run folder, or check that it can be resumed."""
+"""Create a run folder, or check that it can be resumed. One process at a time trains in it; reading needs no lock.
 
+The lock is the system's file lock (flock; msvcrt.locking on Windows), taken through filelock. It ends with its process, even after a
+kill, and forked processes don't hold it. Tested on a local file system on Linux; not tested on Windows, macOS and network file
+systems. An NFS server may keep the lock of a dead machine for a minute or two. Mounted with `local_lock`, NFS does not show the
+lock to other machines. Some file systems have no locks at all.
+"""
+
+import errno
 import json
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,20 +18,64 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.resume import changes
-from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import WriteError, remove, write_atomic
+from flow_grpo.errors import FlowGRPOError, RetryableError
+from flow_grpo.files import MAX_JSON, WriteError, regular_bytes, remove, write_atomic, write_errors
 from flow_grpo.policy.devices import device_name
 from flow_grpo.run_folder import checkpoint, layout
-from flow_grpo.run_folder.lock import locked
+from flow_grpo.run_folder.layout import LOCK, OWNER  # two files, as a locked one can't be read everywhere
 from flow_grpo.run_folder.metrics_file import has_metrics, logged_best_step, read_metrics, rewind
 from flow_grpo.run_folder.reader import dtype_of, inputs_of
 from flow_grpo.run_folder.samples import delete_images_after
 
+WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 OF_A_POLICY = ("height", "width", "guidance")  # flow-grpo 0.4 did not write down those of a policy that was given
+
+
+@contextmanager
+def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
+    """Holds the lock of a folder within the block. Creates the folder if it does not exist.
+
+    Args:
+        info: shows a message.
+
+    Raises:
+        RetryableError: another process holds the lock. The message names it.
+    """
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RetryableError(
+            f"{folder} is in use by {_owner(folder)}: wait until that has ended, end it, or set another folder by output_dir=..."
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS:
+            raise
+        info(f"warning: the file system of {folder} has no locks, so nothing keeps a second run from writing there.")
+        yield
+        return
+    try:
+        owner = {"pid": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        write_atomic(folder / OWNER, json.dumps(owner))
+        yield
+    finally:
+        lock.release()
+
+
+def _owner(folder: Path) -> str:
+    """The process that holds the lock, as it has noted itself."""
+    try:
+        owner = json.loads(regular_bytes(folder / OWNER, MAX_JSON))
+        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just taken the lock
+        return "another process"
 
 
 def is_begun(folder: Path) -> bool:

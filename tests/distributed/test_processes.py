@@ -36,7 +36,7 @@ from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.distributed.launch import first_dead
 from flow_grpo.distributed.processes import PEER_LOST, Processes, _buckets
 from flow_grpo.run_folder import checkpoint
-from flow_grpo.run_folder.lock import locked
+from flow_grpo.run_folder.opening import locked
 
 BROKEN = """
 import os

@@ -25,8 +25,7 @@ from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
 from flow_grpo.policy import hub
-from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import save_merged
+from flow_grpo.policy.loading import load_policy, save_merged
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import plain

@@ -18,11 +18,10 @@ from flow_grpo.cli import app as cli
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
-from flow_grpo.plan import fit, hardware, meta_pipeline, show, trace
+from flow_grpo.plan import fit, hardware, meta_pipeline, trace
 from flow_grpo.plan.estimate import LoadingMemory, StepEstimate, StepEstimator, text_encoder_bytes
-from flow_grpo.plan.fit import fit_batch_sizes, slower_dtype
+from flow_grpo.plan.fit import Savings, fit_batch_sizes, print_plan, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware, Rates
-from flow_grpo.plan.show import Savings, print_plan
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.memory import cast_layers, repeated_blocks
@@ -473,7 +472,7 @@ def test_what_does_not_fit_says_what_is_missing_and_which_other_settings_save_it
     assert fits.left == 0
     assert fits.savings["memory.offload_text_encoders=true"] == encoders
     assert "memory.gradient_checkpointing=true" not in fits.savings, "it is on"
-    lines = show._advice(fits, peak - 1)
+    lines = fit._advice(fits, peak - 1)
     assert lines[0].startswith("It does not fit: with microbatch=1, 0.0 GB are missing.")
     assert lines[-1] == "It fits with: memory.offload_text_encoders=true"
 
@@ -485,11 +484,11 @@ def test_what_fits_with_no_setting_says_how_much_stays_missing(checkpointed):
     assert fits.left > 0
     assert fits.left == pytest.approx(least.estimate(1).peak - 0.5 * GB)
     assert not {"memory.quantize=nf4", "memory.offload=groups"} <= set(fits.together)
-    assert "are still missing" in show._advice(fits, 0.5 * GB)[-1]
+    assert "are still missing" in fit._advice(fits, 0.5 * GB)[-1]
 
 
 def test_nothing_fits_into_no_memory(checkpointed, capsys, monkeypatch):
-    monkeypatch.setattr(show, "StepEstimator", lambda *given: checkpointed)
+    monkeypatch.setattr(fit, "StepEstimator", lambda *given: checkpointed)
     assert not print_plan(Console(), checkpointed.args, Hardware("small", 0.5 * GB, 1e12))
     assert "It does not fit" in capsys.readouterr().out
 

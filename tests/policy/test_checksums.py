@@ -11,8 +11,7 @@ from support.embedded import PROMPTS, stir, tiny_policy
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.files import CHECKSUM, DATA_HASH, check_safetensors
 from flow_grpo.policy.hub import BUNDLED_MODELS, WEIGHTS
-from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import save_merged
+from flow_grpo.policy.loading import load_policy, save_merged
 
 
 def flip(file, bit: int) -> None:

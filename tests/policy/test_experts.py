@@ -12,8 +12,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.plan.estimate import weight_bytes
 from flow_grpo.policy import hub
 from flow_grpo.policy.hub import WEIGHTS, expert_weights
-from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import save_merged
+from flow_grpo.policy.loading import load_policy, save_merged
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import StochasticSteps
 

@@ -20,8 +20,7 @@ from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.result import OK
 from flow_grpo.policy.hub import WEIGHTS, expert_weights
 from flow_grpo.policy.interception import InterceptingScheduler
-from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import save_merged
+from flow_grpo.policy.loading import load_policy, save_merged
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.losses import draw_noise_level

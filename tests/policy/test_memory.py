@@ -12,8 +12,7 @@ from support.families import TINY, awake
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import hub, memory
-from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.merge import merge
+from flow_grpo.policy.loading import load_policy, merge
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 

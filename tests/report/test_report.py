@@ -15,8 +15,9 @@ from support.fake_run import PROMPTS, synthetic_run, training_row
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo.export import model_card
-from flow_grpo.report import charts, summary
+from flow_grpo.report import page as charts
 from flow_grpo.report import page as report
+from flow_grpo.report import summary
 from flow_grpo.run_folder.metrics_file import NO_SIGNAL
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import plain

@@ -16,10 +16,9 @@ from support.reward_inputs import scored_unchanged
 
 from flow_grpo import rewards
 from flow_grpo.rewards.shapes import drawing
-from flow_grpo.rewards.shapes.detection import find_shapes
 from flow_grpo.rewards.shapes.drawing import Shape, description, draw, random_edit, random_example
 from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, SHAPES, Edit, Group, Scene, parse_edit, parse_scene
-from flow_grpo.rewards.shapes.rules import check_edit, check_scene
+from flow_grpo.rewards.shapes.rules import check_edit, check_scene, find_shapes
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -30,8 +30,8 @@ from flow_grpo.policy.hub import WEIGHTS
 from flow_grpo.report import page
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.layout import METRICS, TORN
-from flow_grpo.run_folder.lock import locked
 from flow_grpo.run_folder.metrics_file import read_metrics, rewind
+from flow_grpo.run_folder.opening import locked
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker, plot_curves

@@ -9,8 +9,8 @@ from PIL import Image
 
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.rewards.shapes import drawing
-from flow_grpo.rewards.shapes.detection import find_shapes
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
+from flow_grpo.rewards.shapes.rules import find_shapes
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.tiny.shapes import architecture, examples, pretrain
 from flow_grpo.tiny.shapes.pretrain import transformer_loss, velocity

@@ -4,7 +4,7 @@ import pytest
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.text import duration
-from flow_grpo.tracking.run_time import RunTime
+from flow_grpo.tracking.tracker import RunTime
 
 
 def test_a_run_takes_its_steps_and_evaluations():
