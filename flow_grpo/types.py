@@ -264,7 +264,7 @@ class NoisedImage:
 
     x0: Float[Tensor, "n *latent"]  # latents of the images, float32 or better, as then are all errors
     eps: Float[Tensor, "n *latent"]  # standard normal, shared within a group unless objective.shared_noise is false
-    sigma: Float[Tensor, " n"]  # in (0, 1], shared likewise
+    sigma: Float[Tensor, " n"]  # in (0, 1], shared as eps is
     v: Float[Tensor, "n *latent"]  # velocity now, with the gradient
     v_rollout: Float[Tensor, "n *latent"]  # velocity of the policy that sampled the images
     v_old: Float[Tensor, "n *latent"] | None = None  # velocity of the slowly moving copy, for nft and crd
@@ -332,9 +332,9 @@ class Experience:
     batch: PromptBatch
     trajectory: Trajectory
     advantage: Float[Tensor, "B *K"]  # a column for each trained step if each has its own
-    rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo better and worse image in turns
+    rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo winner, loser, winner, loser, ...
     rows_per_group: int  # rows with a loss, of a group that has any
-    groups: Int[Tensor, " P"]  # those that the mean is over, of all processes, without dropped and replaced ones
+    groups: Int[Tensor, " P"]  # groups that enter the mean, over all processes; dropped and replaced groups are excluded
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     has_advantage: bool = True  # whether an image of any process has an advantage; given images need none

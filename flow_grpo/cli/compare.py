@@ -29,7 +29,7 @@ def compare(
     stop: Annotated[bool, typer.Option("--stop", help="End a run when it reaches --target.")] = False,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key.sub=value, which overrides every config; may be repeated.", show_default=False),
+        typer.Option("--set", help="Setting key.sub=value for all configs. Repeatable.", show_default=False),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the runs, compare.png, compare.md and compare.json.")] = Path(
         "runs/compare"

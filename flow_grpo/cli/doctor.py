@@ -32,8 +32,8 @@ def doctor(
         bool, typer.Option("--step-variance", help="Measure the reward variance caused by the noise of each sampling step.")
     ] = False,
     explore: Annotated[bool, typer.Option("--explore", hidden=True)] = False,  # the name of --step-variance until 0.3
-    transitions: Annotated[str, typer.Option(help="Transitions for --step-variance, separated by commas.")] = "cps,flow_sde",
-    noise_levels: Annotated[str, typer.Option(help="Its noise levels, separated by commas.")] = "0.4,0.7,1.0",
+    transitions: Annotated[str, typer.Option(help="Transitions for --step-variance, comma-separated.")] = "cps,flow_sde",
+    noise_levels: Annotated[str, typer.Option(help="Noise levels for --step-variance, comma-separated.")] = "0.4,0.7,1.0",
     out: Annotated[
         Path | None,
         typer.Option(help="PNG file for --step-variance; by default step_variance.png.", show_default=False),

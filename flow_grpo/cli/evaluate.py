@@ -94,7 +94,7 @@ def evaluate(
     """Measure models or images side by side: rewards, detail, diversity, distance from the base model, with intervals and tests.
 
     [bold]flow-grpo eval runs/tiny_ocr[/bold]  (held-out prompts, with and without the run's LoRA)
-    [bold]flow-grpo eval runs/tiny_ocr runs/red --prompts geneval --seeds 4 --reward geneval_exact[/bold]
+    [bold]flow-grpo eval runs/tiny_ocr runs/bold --prompts geneval --seeds 4 --reward geneval_exact[/bold]
     [bold]flow-grpo eval samples/grid.png other.png --reward ocr --prompts prompts.txt[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig

@@ -17,13 +17,13 @@ def init(
     model: Annotated[str, typer.Option(help="Diffusers folder, hub id or bundled model to train.")] = "tiny",
     reward: Annotated[
         list[str] | None,
-        typer.Option(help="Reward to train on, with options as NAME={key: value}; may be repeated.", show_default="ocr"),
+        typer.Option(help="Reward to train on, with options as NAME={key: value}. Repeatable.", show_default="ocr"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write a commented config for a model and a reward.
 
-    [bold]flow-grpo init my.yaml --model stabilityai/stable-diffusion-3.5-medium --reward my_reward.py:redness[/bold]
+    [bold]flow-grpo init my.yaml --model stabilityai/stable-diffusion-3.5-medium --reward my_reward.py:bold[/bold]
     """
     from flow_grpo import rewards
     from flow_grpo.config import FlowGRPOConfig

@@ -33,7 +33,7 @@ Trust = Annotated[
 RewardNames = Annotated[
     list[str] | None,
     typer.Option(
-        help="Reward by name, module:function or file.py:function, with options as NAME={key: value}; may be repeated.",
+        help="Reward by name, module:function or file.py:function, with options as NAME={key: value}. Repeatable.",
         show_default=False,
     ),
 ]
@@ -102,9 +102,9 @@ def load_rewards(words: list[str]) -> "dict[str, Reward]":
 def rewards_to_measure(
     words: list[str] | None, args: "FlowGRPOConfig | None", models: "list[ModelTarget]"
 ) -> "tuple[WeightedSum, bool]":
-    """The rewards of --reward, else of the config; and whether their weighted sum is a metric, as it is for a config's.
+    """The rewards of --reward, else of the config and all models; and whether the config's weighted sum is a metric.
 
-    FlowGRPOError if the config is that of a run which was trained on others.
+    FlowGRPOError if a run was trained on rewards that its config can't name.
     """
     from flow_grpo import rewards
     from flow_grpo.evaluation.targets import check_rewards_are_named
@@ -115,9 +115,20 @@ def rewards_to_measure(
         return rewards.WeightedSum(loaded, dict.fromkeys(loaded, 0.0)), False
     if args is None:
         raise FlowGRPOError("images alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
-    if models:
-        check_rewards_are_named(models[0])
-    return build_rewards(args, monitored=True)[0], True
+    for model in models:
+        check_rewards_are_named(model)
+    return build_rewards(_with_rewards_of(models[1:], args), monitored=True)[0], True
+
+
+def _with_rewards_of(models: "list[ModelTarget]", args: "FlowGRPOConfig") -> "FlowGRPOConfig":
+    """The config, with the rewards of other models as metrics. One that can't score these prompts is dropped, with a warning."""
+    known = args.rewards.keys() | args.evaluation.rewards.keys()
+    found = {
+        name: setting for model in models for name, setting in (model.args.evaluation.rewards | model.args.rewards).items()
+    }
+    added = {name: setting.model_copy(update={"on_error": "drop"}) for name, setting in found.items() if name not in known}
+    evaluation = args.evaluation.model_copy(update={"rewards": args.evaluation.rewards | added})
+    return args.model_copy(update={"evaluation": evaluation})
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:

@@ -21,7 +21,7 @@ def report(
     """Write a run's settings and results as one HTML file, which needs no network. Training writes it at every evaluation.
 
     [bold]flow-grpo report runs/tiny_ocr[/bold]
-    [bold]flow-grpo report runs/tiny_ocr runs/red --out compared.html[/bold]
+    [bold]flow-grpo report runs/tiny_ocr runs/bold --out compared.html[/bold]
     """
     from flow_grpo.report import page
     from flow_grpo.run_folder import layout

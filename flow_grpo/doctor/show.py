@@ -30,7 +30,7 @@ def show_run_checks(console: Console, args: FlowGRPOConfig, file: Path | None = 
 
 
 def show_model_checks(console: Console, policy: Policy, file: Path | None = None) -> bool:
-    """Check whether a model can be trained, likewise."""
+    """Check whether a model can be trained, and print the results."""
     sections = (("", [result]) for result in model.check_model(policy))
     return _show(console, type(policy.pipe).__name__, sections, "the pipeline can be trained", file)
 

@@ -186,7 +186,7 @@ def score(
 
     Args:
         images_of: returns the images (n, 3, H, W) in [0, 1] of n rows.
-        of_base: likewise the base model's, with which pair rewards compare.
+        of_base: the same of the base model, with which pair rewards compare.
     """
     values: dict[str, list[float]] = {}
     done = 0

@@ -441,7 +441,7 @@ class PipelineCall:
         return latents[0] if isinstance(latents, tuple) else latents
 
     def _fixed_prepare_latents(self, x: Tensor, prepared: dict[int, tuple]) -> Callable:
-        """In place of `prepare_latents`: our state in the dtype of the pipeline's, with whatever else that returns.
+        """A replacement for `prepare_latents`, which returns our latents, cast to the pipeline's dtype, and its other return values.
 
         Args:
             prepared: what it returned before, less the state, by the number of rows.

@@ -114,7 +114,7 @@ class Policy(FlowPipeline):
         return self._guided[key]
 
     def without_zero_lora(self) -> AbstractContextManager[None]:
-        """A context in which a LoRA that changes no output is off: the same images in less time. Compiled blocks would be compiled anew."""
+        """Turn a LoRA with zero weights off, for speed. Not when compiled: that would recompile."""
         off = self.has_lora and not self.compiled and self.lora.is_zero
         return self.lora.base_model() if off else nullcontext()
 

@@ -139,13 +139,16 @@ def at(folder: Path) -> Iterator[None]:
 
 
 def real_kills(
-    home: Path, verb: Written, calls: int, count: int, results: list[dict[str, bytes]], rng: random.Random
+    start: Path, copy: Path, verb: Written, calls: int, count: int, results: list[dict[str, bytes]], rng: random.Random
 ) -> list[str]:
-    """What is wrong after real kills, each in a copy of `home`, and after the same command was given again."""
+    """What is wrong after real kills, and after the same command was given again.
+
+    Each is in a copy of `start` at `copy`, where the results were made: some, such as a report, contain the path.
+    """
     wrong = []
     for call in rng.sample(range(calls), min(count, calls)):
-        copy = home.parent / "real"
-        shutil.copytree(home, copy, symlinks=True)
+        shutil.rmtree(copy)
+        shutil.copytree(start, copy, symlinks=True)
         killed(copy, verb.words, call)
         if contents_without_run(finished(copy, verb)) not in map(contents_without_run, results):
             wrong.append(f"a kill before call {call} leaves a mixture")
@@ -155,7 +158,6 @@ def real_kills(
         if contents_without_run(contents(copy / verb.result)) != contents_without_run(results[1]):
             wrong.append(f"the command again, after a kill before call {call}, does not lead to the new result")
         wrong += [f"left over after a kill before call {call}: {path}" for path in copy.rglob("*.partial*")]
-        shutil.rmtree(copy)
     return wrong
 
 
@@ -187,7 +189,7 @@ def kill_verb(valid: Path, place: Path, verb: Written, real: int, rng: random.Ra
         if contents_without_run(finished(state, verb)) not in map(contents_without_run, results)
     ]
     wrong = [f"a kill before call {i} of {len(found)} leaves a mixture" for i in mixed]
-    wrong += real_kills(start, verb, len(found) - 1, real, results, rng)
+    wrong += real_kills(start, home, verb, len(found) - 1, real, results, rng)
     return len(found) - 1, min(real, len(found) - 1), wrong
 
 

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+import torch
 from support.cli_process import run
 from support.embedded import PROMPTS
 from support.paths import SAMPLE_REWARDS
 
+from flow_grpo.cli.options import rewards_to_measure
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import read_grid
+from flow_grpo.evaluation.targets import ModelTarget
 
 CAT = PROMPTS[0]
 
@@ -79,3 +82,17 @@ def test_eval_warns_of_a_reward_whose_values_depend_on_other_images(tmp_path):
     assert output.count("depends on the other images of its prompt") == 1
     assert "warning: reward rank: an image's value depends" in output
     assert "depends on" not in run(*words, "--reward", "color", cwd=tmp_path)
+
+
+def test_rewards_of_all_runs_are_measured(trained):
+    """Those that only another run has are metrics without a weight, and are dropped where they can't score the prompts."""
+    args = FlowGRPOConfig.from_yaml(trained / "short.yaml", ["evaluation.rewards={color: {}}"])
+    other = FlowGRPOConfig.from_yaml(trained / "short.yaml", ["rewards={jpeg_size: 2, shapes: 1}"])
+    models = [ModelTarget(name, "", config) for name, config in (("one", args), ("other", other))]
+    measured, is_sum = rewards_to_measure(None, args, models)
+    assert is_sum
+    assert measured.weights == {"brightness": 1, "color": 0, "jpeg_size": 0, "shapes": 0}
+    scores = measured(torch.rand(2, 3, 32, 80), PROMPTS)
+    assert list(rewards_to_measure(None, args, models[:1])[0].rewards) == ["color", "brightness"]
+    assert "shapes" in measured.drop_messages[0]
+    assert scores is not None
