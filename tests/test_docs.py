@@ -120,8 +120,9 @@ def test_memory_and_seconds_of_the_readme_are_those_of_the_computed_table():
     assert {config: tuple(numbers) for config, *numbers in rows} == {row[0]: computed[row[0]] for row in rows}
 
 
-def test_the_readme_has_the_two_commands():
+def test_the_readme_is_short_and_has_the_two_commands():
     text = README.read_text()
+    assert len(text.split()) <= 1000
     assert "pip install -e . && flow-grpo train\n" in text
     assert "pip install -e '.[test]' && pytest -n 3 --dist loadfile\n" in text
 
