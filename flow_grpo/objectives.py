@@ -24,7 +24,7 @@ from torch import Tensor
 from flow_grpo import sde
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sde import at_least_float32
-from flow_grpo.types import RATIO_DEVIATION, GuidedVelocity, Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, GradientState, Loss, NoisedImage, TrainedStep
 
 
 def grpo(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
@@ -248,7 +248,7 @@ def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]
     return (at_least_float32(v) - at_least_float32(v_ref)).square().flatten(1).mean(1)
 
 
-def reward_gradient(state: GuidedVelocity) -> Loss:
+def reward_gradient(state: GradientState) -> Loss:
     """`-d mean(G v)`: G is the gradient of the rewards at the endpoint, d the derivative of the endpoint by the velocity v.
 
     FlowBP, arXiv 2606.11075, composes the endpoint of detached velocities, but for the trained ones, in which it is linear. So this loss

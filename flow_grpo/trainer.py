@@ -125,16 +125,18 @@ class FlowGRPOTrainer:
         """Sample a group of images for each prompt, score them, compare them within groups, update the policy. Returns metrics."""
         self.state.enter_stage(self.step)
         for attempt in self.stage.attempts():  # one; another one with half the micro-batch if memory ran out
+            experience: Experience | None = None  # that of a failed attempt would keep a GPU's memory
             with attempt:
                 experience = self.experience()
                 metrics = self.stage.update(experience, self.step)  # losses -> gradients -> optimizer
+        assert experience is not None
         metrics = self.stage.step_metrics(self.step, experience, metrics)
         self.state.step += 1
         self.evaluator.record_groups(self.step, experience)
         return metrics
 
     def experience(self) -> Experience:
-        """What the present training step learns from: images with their rewards and advantages, or given images of a data set."""
+        """What the present training step learns from: images with rewards and what these say of them, or given images of a data set."""
         stage, args = self.stage, self.stage.args
         if stage.given_images is not None:
             return stage.given_images.experience(self.step, stage.microbatch)

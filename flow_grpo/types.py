@@ -138,7 +138,7 @@ class GradientStates:
 
     x: Float[Tensor, "B K *latent"]
     steps: list[int]  # K indices into the schedule
-    factor: list[float]  # K derivatives of the endpoint by the velocity at the state, below 0
+    factor: list[float]  # K derivatives of the endpoint by the velocity at the state
     endpoint: list[int]  # K, the endpoint of each state
     gradient: dict[str, Float[Tensor, "B E *latent"]]  # of each trained reward at each endpoint
     fall: dict[
@@ -238,12 +238,12 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class GuidedVelocity:
-    """The velocity of n rows at a trained state, and the gradient of the rewards at its endpoint."""
+class GradientState:
+    """A trained state of n rows: the velocity there, and the gradient of the rewards at its endpoint."""
 
     v: Float[Tensor, "n *latent"]  # with the gradient
     gradient: Float[Tensor, "n *latent"]  # the weighted sum over the rewards, each of rms 1
-    factor: float  # derivative of the endpoint by the velocity, below 0
+    factor: float  # derivative of the endpoint by the velocity
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ class Experience:
     advantage: Float[Tensor, "B *K"]  # a column for each trained step if each has its own
     rows: Int[Tensor, " n"]  # the rows of the batch that have a loss; for dpo winner, loser, winner, loser, ...
     rows_per_group: int  # rows with a loss, of a group that has any
-    groups: Int[Tensor, " P"]  # groups that enter the mean, over all processes; dropped and replaced groups are excluded
+    groups: Int[Tensor, " P"]  # groups that enter the mean, over all processes; dropped groups are excluded
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     has_advantage: bool = True  # whether an image of any process has an advantage; given images need none

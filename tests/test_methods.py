@@ -18,7 +18,7 @@ from flow_grpo.config.objective import OBJECTIVES, section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.types import GuidedVelocity, NoisedImage, TrainedStep
+from flow_grpo.types import GradientState, NoisedImage, TrainedStep
 
 
 def rows(stepwise: bool, old: bool = True, reference: bool = True, name: str = "") -> Any:
@@ -33,7 +33,7 @@ def rows(stepwise: bool, old: bool = True, reference: bool = True, name: str = "
         mean = draw(4, 3).requires_grad_()
         return TrainedStep(log_prob, 0.1 * draw(4), mean, draw(4, 3), torch.full((4, 1), 0.3), torch.tensor(-0.1))
     if name in OBJECTIVES and OBJECTIVES[name].needs.reward_gradient:
-        return GuidedVelocity(draw(4, 3).requires_grad_(), draw(4, 3), -0.2)
+        return GradientState(draw(4, 3).requires_grad_(), draw(4, 3), -0.2)
     sigma, v = torch.rand(4, generator=generator), draw(4, 3).requires_grad_()
     x0, eps, v_rollout, v_old, v_ref = (draw(4, 3) for _ in range(5))
     return NoisedImage(x0, eps, sigma, v, v_rollout, v_old if old else None, v_ref if reference else None)

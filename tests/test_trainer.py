@@ -1,12 +1,14 @@
 """The loop on a small policy: what each of its settings does, what a checkpoint holds, and what is left when a step fails."""
 
 import dataclasses
+import gc
 import json
 import math
 import os
 import shutil
 import signal
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -344,6 +346,23 @@ def test_what_a_failed_step_held_of_a_gpu_is_given_back_before_it_is_done_again(
     trainer.training_step()
     assert given_back == [None]
     assert trainer.stage.microbatch == 3
+
+
+def test_a_failed_attempts_rollout_is_gone_when_the_next_one_begins(tmp_path):
+    trainer = made(tmp_path / "run")
+    scarce(trainer, 3, torch.is_grad_enabled)  # in the update, when the rollout is done
+    experience, seen, alive = trainer.experience, [], []
+
+    def watched():
+        gc.collect()
+        alive.append([ref() is not None for ref in seen])
+        found = experience()
+        seen.append(weakref.ref(found))
+        return found
+
+    trainer.experience = watched
+    trainer.training_step()
+    assert alive == [[], [False]]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------------

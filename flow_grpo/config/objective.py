@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flow_grpo.sde import Transition
-    from flow_grpo.types import GuidedVelocity, Loss, NoisedImage, TrainedStep
+    from flow_grpo.types import GradientState, Loss, NoisedImage, TrainedStep
 
 OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoints have this name
 CUSTOM = "file.py:function"  # stands for a user's own function in lists of names
@@ -721,7 +721,7 @@ class TrainedState:
 
     Attributes:
         step: of the schedule; the state is the one before it.
-        factor: derivative of the endpoint by the velocity, below 0.
+        factor: derivative of the endpoint by the velocity; by Euler's steps below 0.
         predicted: whether the endpoint is the image that the velocity predicts, not the final latents.
         noised_copy: whether the state is the final latents noised afresh to the step's sigma; the number of the copy, from 1 on.
     """
@@ -738,7 +738,7 @@ Draw = Callable[[list[float], int], list[int]]
 class RewardGradient(Objective):
     """An objective on the gradient of differentiable rewards at the end of an ODE rollout, of which the loss is linear in the velocity."""
 
-    needs: ClassVar[Needs] = Needs(reward_gradient=True)
+    needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True)
 
     kl_weight: Annotated[float, Field(ge=0)] = 0.03
     """Weight of the KL to the base model, the squared distance of the velocities at the trained states."""
@@ -760,7 +760,7 @@ class RewardGradient(Objective):
         """The trained states of an image."""
         raise NotImplementedError
 
-    def loss(self, state: "GuidedVelocity", advantage: "Tensor") -> "Loss":
+    def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         """The loss of n rows at a trained state."""
         from flow_grpo import objectives
 
@@ -817,8 +817,8 @@ class Draft(RewardGradient):
 class FlowBp(RewardGradient):
     """FlowBP: some steps of the whole rollout, late ones more often, each by its share in the final latents, arXiv 2606.11075.
 
-    The factor of a step is c times its derivative, c = 1 + (sum of all derivatives / sum of the trained ones - 1) / 2; a step i is drawn
-    without replacement by a probability that grows as i + 1. The paper has Euler's steps, whose derivatives are their lengths.
+    The factor of a step is c times its derivative, c = 1 + (sum of all absolute derivatives / sum of the trained ones - 1) / 2; a step i
+    is drawn without replacement by a probability that grows as i + 1. The paper has Euler's steps, whose derivatives are their lengths.
     """
 
     name: Literal["flowbp"] = "flowbp"
@@ -830,7 +830,7 @@ class FlowBp(RewardGradient):
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
         steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.num_states(len(derivatives))))
-        correction = 1 + 0.5 * (sum(derivatives) / sum(derivatives[i] for i in steps) - 1)
+        correction = 1 + 0.5 * (sum(map(abs, derivatives)) / sum(abs(derivatives[i]) for i in steps) - 1)
         return [TrainedState(i, correction * derivatives[i]) for i in steps]
 
 
@@ -914,7 +914,14 @@ def _section_of(settings: dict[str, Any]) -> type[Objective]:
 
 
 def shared_settings(former: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an objective that another one reads too; unknown ones stay, to be refused."""
-    old, new = _section_of(former), _section_of(chosen)
+    """The settings of an objective that another one reads too; unknown ones stay, to be refused.
+
+    A user's own function that takes the place of a forward-process objective is of that family, unless it has settings of the other one.
+    """
+    old, family = _section_of(former), {}
+    of_steps = {"family"} | Stepwise.model_fields.keys() - Objective.model_fields.keys()
+    if is_custom(chosen.get("name", "grpo")) and issubclass(old, ForwardProcess) and not chosen.keys() & of_steps:
+        family = {"family": "forward_process"}
+    new = _section_of({**chosen, **family})
     read = new.model_fields.keys() - (set() if new.needs.takes_advantage else {"advantage"})
-    return {key: value for key, value in former.items() if key in read or key not in old.model_fields}
+    return {**{key: value for key, value in former.items() if key in read or key not in old.model_fields}, **family}

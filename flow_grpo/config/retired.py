@@ -7,8 +7,7 @@ Those that moved are read in both places.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from flow_grpo.config.objective import Objective, Stepwise, is_custom, section_type
-from flow_grpo.config.sections import ConfigSection
+from flow_grpo.config.objective import Objective, Stepwise, WindowConfig, is_custom, section_type
 from flow_grpo.errors import FlowGRPOError
 
 
@@ -136,29 +135,51 @@ def replace_sampling(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_moved(values: dict[str, Any], objective: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a run or stage with those that moved.
+    """The settings of a run or stage with those that moved, section by section, without defaults that nobody has set before.
 
     Args:
         objective: the one that it has, or has from the run.
         inherited: those of the run that moved, of a stage.
     """
     own, given = _objective(values), _moved_settings(values)
-    old = {**{key: value for key, value in inherited.items() if key not in own}, **given}
-    name = objective.get("name", "grpo")
-    if not old or not isinstance(name, str):
+    name, transition = objective.get("name", "grpo"), {**inherited, **given}.get("transition")
+    if not (given or inherited) or not isinstance(name, str):
         return values
-    family = {"family": "forward_process"} if is_custom(name) and old.get("transition") == "ode" else {}
+    family = {"family": "forward_process"} if is_custom(name) and transition == "ode" else {}
     if issubclass(section_type(name, **family), Stepwise):
-        new = {key: value for key, value in old.items() if key in own or not _is_default(key, value)}
+        from_run = {key: value for key, value in inherited.items() if (key, value) != ("transition", "ode")}
+        moved = _without_defaults(merged(merged(from_run, {key: own[key] for key in MOVED if key in own}), given), own)
     else:  # what it does not read is refused if it was given; a run folder of 0.4 has the defaults
-        new = {
-            key: value
-            for key, value in given.items()
-            if (value != "ode" if key == "transition" else not _is_default(key, value))
-        }
-        new |= family
+        kept = {key: value for key, value in given.items() if key != "transition"}
+        moved = {**_without_defaults(kept, own), **family}
+        if given.get("transition", "ode") != "ode":
+            moved["transition"] = transition
     values = _without_moved(values)
-    return {**values, "objective": {**own, **new}} if new else values
+    return {**values, "objective": {**own, **moved}} if moved else values
+
+
+def _without_defaults(moved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Settings without those that have the default, unless the objective has set them itself."""
+    window = WindowConfig().model_dump()
+    kept = {}
+    for key, value in moved.items():
+        if key == "window" and isinstance(value, dict):
+            former: dict[str, Any] = own["window"] if isinstance(own.get("window"), dict) else {}
+            value = {k: v for k, v in value.items() if k in former or k not in window or v != window[k]}
+            if value or "window" in own:
+                kept[key] = value
+        elif key in own or value != Stepwise.model_fields[key].get_default():
+            kept[key] = value
+    return kept
+
+
+def merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the settings of `overrides`, section by section."""
+    result = dict(base)
+    for key, value in overrides.items():
+        inner = result.get(key)
+        result[key] = merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
+    return result
 
 
 def _moved_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -178,11 +199,6 @@ def _objective(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(objective, Objective):
         return {"name": objective.name, **objective.model_dump(exclude_unset=True)}
     return objective if isinstance(objective, dict) else {}
-
-
-def _is_default(key: str, value: Any) -> bool:
-    default = Stepwise.model_fields[key].get_default()
-    return value == (default.model_dump() if isinstance(default, ConfigSection) else default)
 
 
 def documented() -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from flow_grpo.config.overrides import (
     override,
     resolve_auto_microbatch,
 )
-from flow_grpo.config.retired import FSDP, drop_retired, move_to_objective, replace_sampling
+from flow_grpo.config.retired import FSDP, drop_retired, merged, move_to_objective, replace_sampling
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
 
@@ -85,6 +85,7 @@ class FlowGRPOConfig(RunSettings):
         if not self.stages:
             return [(0, self._with_fitting_microbatch())]
         base, stages, start = self.model_dump(exclude={"stages", "prompt_weights"}), [], 0  # weights are the whole run's
+        base["objective"] = {"name": self.objective.name, **self.objective.model_dump(exclude_unset=True)}
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
@@ -92,7 +93,7 @@ class FlowGRPOConfig(RunSettings):
                 raise FlowGRPOError(
                     f"stage {number} {problem}: give steps, and what may change, {', '.join(STAGE_FIELDS[1:])}."
                 )
-            stage = self._validated(_merged(_with_objective_of(base, settings), settings), f"stage {number}: ")
+            stage = self._validated(merged(_with_objective_of(base, settings), settings), f"stage {number}: ")
             stages.append((start, stage._with_fitting_microbatch()))
             start += stage.steps
         return stages
@@ -158,7 +159,7 @@ class FlowGRPOConfig(RunSettings):
             raise FlowGRPOError(f"accelerate was launched with DeepSpeed, which is no longer supported: {FSDP}.")
         if os.environ.get("ACCELERATE_USE_FSDP") != "true" or self.memory.shard == "fsdp2":
             return self
-        return self._validated(_merged(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
+        return self._validated(merged(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
 
     def pipeline_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
@@ -183,7 +184,8 @@ def _with_current_settings(values: dict[str, Any]) -> dict[str, Any]:
 def _overridden(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     """The settings of a file with overrides over them. One that chooses another objective keeps the settings that both read."""
     check_form(overrides)
-    return _with_pairs(_with_objective_of(file, _with_pairs(file, overrides)), overrides)
+    chosen = drop_retired(expand_objective(_with_pairs(file, overrides)))
+    return _with_pairs(_with_objective_of(file, chosen), overrides)
 
 
 def _with_pairs(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -206,12 +208,3 @@ def _with_objective_of(former: dict[str, Any], chosen: dict[str, Any]) -> dict[s
     if not isinstance(name := new.get("name", old.get("name", "grpo")), str):
         return former
     return {**former, "objective": shared_settings(old, {**new, "name": name})}
-
-
-def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the settings of `overrides`, section by section."""
-    merged = dict(base)
-    for key, value in overrides.items():
-        inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(value, dict) and isinstance(inner, dict) else value
-    return merged

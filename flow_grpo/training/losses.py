@@ -1,4 +1,5 @@
-"""The losses of a training step: of objectives on sampling steps (`StepLoss`) and on final latents noised afresh (`ForwardProcessLoss`).
+"""The losses of a training step: on sampling steps (`StepLoss`), on final latents noised afresh (`ForwardProcessLoss`), and by the gradient
+of rewards (`RewardGradientLoss`).
 
 `BatchLoss` is their interface.
 """
@@ -29,7 +30,7 @@ from flow_grpo.training.anchors import Anchors, Prediction
 from flow_grpo.types import (
     RATIO_DEVIATION,
     Experience,
-    GuidedVelocity,
+    GradientState,
     Loss,
     NoisedImage,
     PromptBatch,
@@ -96,7 +97,8 @@ def custom_loss(objective: Objective, inputs: TrainedStep | NoisedImage, advanta
 class BatchLoss(Protocol):
     """What `PolicyUpdate` needs of a loss on the images of a training step.
 
-    `StepLoss` replays the trained transitions, `ForwardProcessLoss` adds new noise to the final latents.
+    `StepLoss` replays the trained transitions, `ForwardProcessLoss` adds new noise to the final latents, `RewardGradientLoss` repeats
+    states of a rollout.
 
     Attributes:
         count: the losses of a row, of which the update takes the mean: one for each trained step or noise level.
@@ -358,7 +360,7 @@ class RewardGradientLoss:
             x, gradient = (take_rows(v, rows, self.policy.device) for v in (self.states.x[:, k], self.gradient[:, endpoint]))
             velocity = functools.partial(self._velocity, x, i, rows)
             current = velocity(self.policy, self.conditioning)
-            loss = self.objective.loss(GuidedVelocity(current.v, gradient, factor), self.advantage[rows])
+            loss = self.objective.loss(GradientState(current.v, gradient, factor), self.advantage[rows])
             yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity))
 
     def _velocity(self, x: Tensor, i: int, rows: Tensor, model: FlowPipeline, conditioning: Conditioning) -> Prediction:

@@ -9,6 +9,7 @@ from flow_grpo.config.objective import TrainedState
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.scoring import COLUMN
 from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.types import GradientStates, PromptBatch, Scores, Trajectory
 
@@ -20,7 +21,7 @@ def predicted_image(x: Tensor, v: Tensor, sigma: float) -> Tensor:
     return x - sigma * v
 
 
-class GradientSampler:
+class EndpointGradients:
     """Finds the states of a rollout that are trained, and the rewards and their gradients at the endpoints."""
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
@@ -85,17 +86,25 @@ class GradientSampler:
         return x, torch.cat(parts)
 
     def _gradient(self, name: str, latents: Tensor, batch: PromptBatch, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one reward at an endpoint: its gradient (B, ...), its fall (B,) against it, and its value (B,), on the CPU."""
+        """Of one reward at an endpoint: its gradient (B, ...), its fall (B,) against it, and its value (B,); the numbers on the CPU.
+
+        Where a prompt does not name the reward, the gradient is 0 and the numbers are NaN.
+        """
         value, fall = torch.full((len(latents),), torch.nan), torch.full((len(latents),), torch.nan)
         reward, rho = self.rewards.subset([name]), self.args.objective.smoothing
+        is_named = weights_of_rows(self.rewards, batch)[name] != 0
 
         def image_gradient(images: Tensor, rows: Tensor) -> Tensor:
-            part = batch.take(rows)
-            found = reward.gradients(images, part.prompts, rho, **part.columns())[name]
-            value[rows] = found.value
-            if found.fall is not None:
-                fall[rows] = found.fall
-            return found.gradient
+            gradient, named = torch.zeros_like(images), is_named[rows].nonzero()[:, 0]
+            if len(named):
+                part = batch.take(rows[named])
+                columns = {key: values for key, values in part.columns().items() if key != COLUMN}
+                found = reward.gradients(images[named.to(images.device)], part.prompts, rho, **columns)[name]
+                gradient[named.to(images.device)] = found.gradient.to(gradient)
+                value[rows[named]] = found.value
+                if found.fall is not None:
+                    fall[rows[named]] = found.fall
+            return gradient
 
         slice_size = 1 if self.args.memory.vae_slicing else microbatch
         with self.policy.meter.phase("reward"):
@@ -103,12 +112,12 @@ class GradientSampler:
 
     def _scores(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> Scores:
         """The scores of B images with these rewards, as `WeightedSum` has them: the sum is over the rewards that a prompt names."""
-        weights = row_weights(self.rewards, batch)
+        weights = weights_of_rows(self.rewards, batch)
         total = sum((weights[name] * values).where(weights[name] != 0, 0) for name, values in by_name.items())
         return Scores(torch.as_tensor(total), by_name)
 
 
-def row_weights(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tensor]:
+def weights_of_rows(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tensor]:
     """The weight (B,) of each trained reward for each image, 0 where the prompt does not name it."""
     of_rows = rewards.row_weights(batch.metadata_columns())
     if of_rows is None:
@@ -132,7 +141,7 @@ class GradientWeights:
         scored, informative = self.groups.facts(batch, scores)
         metrics = reward_metrics(batch, scores, informative)
         local = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
-        weights, states = row_weights(self.groups.rewards, local), trajectory.gradient_states
+        weights, states = weights_of_rows(self.groups.rewards, local), trajectory.gradient_states
         assert states is not None
         is_scored = scored[self.processes.owns(batch.group)]
         for name, gradient in states.gradient.items():

@@ -20,7 +20,7 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, wait_for
-from flow_grpo.training.reward_gradients import GradientSampler
+from flow_grpo.training.reward_gradients import EndpointGradients
 from flow_grpo.types import PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
 
@@ -40,7 +40,7 @@ class ImageSampler:
         self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
         self.microbatch = args.microbatch
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
-        self.gradients = GradientSampler(policy, args, rewards)
+        self.gradients = EndpointGradients(policy, args, rewards)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
@@ -66,10 +66,9 @@ class ImageSampler:
         for rows in torch.arange(len(batch.prompts)).split(part_size):
             part = batch.take(rows)
             if self.args.objective.needs.reward_gradient:
-                trajectory, scores = self._sample_with_gradients(step, part)
+                trajectory, scores = self._sample_with_gradients(step, part, thread)
                 trajectories.append(trajectory)
-                futures.append(Future())
-                futures[-1].set_result(scores)
+                futures.append(scores)
                 continue
             with phase(f"step {step + 1}, sampling {counted(len(part.prompts), 'image')}"):
                 with self.policy.meter.phase("rollout"):
@@ -82,22 +81,28 @@ class ImageSampler:
             futures.append(thread.submit(partial(self.score, part, images)))
         return Trajectory.join(trajectories), futures
 
-    def _sample_with_gradients(self, step: int, batch: PromptBatch) -> tuple[Trajectory, Scores]:
-        """Sample images along the ODE, with the gradients of their rewards, and score them."""
+    def _sample_with_gradients(
+        self, step: int, batch: PromptBatch, thread: DaemonThread
+    ) -> tuple[Trajectory, Future[Scores]]:
+        """Sample images along the ODE, and score them with the gradients of their rewards, in the thread, which may hang."""
         derivatives = sampling.endpoint_derivatives(self.schedule, sampling.SOLVERS[self.args.sampling.solver])
         generator = sampling.generator(self.args.seed, "trained states", step)
         draw = lambda weights, count: torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()  # noqa: E731
         states = self.args.objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
         visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
-        count = counted(len(batch.prompts), "image")
+        count, scored = counted(len(batch.prompts), "image"), Future[Scores]()
         with phase(f"step {step + 1}, sampling {count}"), self.policy.meter.phase("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
-        with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):
-            gradient_states, scores = self.gradients(
-                trajectory, states, joined, batch, step=step, microbatch=self.microbatch
-            )
-        return replace(trajectory, gradient_states=gradient_states), scores
+        find = partial(self.gradients, trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
+        try:
+            with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):
+                gradient_states, scores = wait_for(thread.submit(find), self.processes.should_stop)
+        except FlowGRPOError as error:
+            scored.set_exception(error)  # raised with the scores, on all processes together
+            return trajectory, scored
+        scored.set_result(scores)
+        return replace(trajectory, gradient_states=gradient_states), scored
 
     def gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of the rows of all processes, each of which scores its own groups. group is (B,)."""

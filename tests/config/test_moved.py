@@ -2,6 +2,7 @@
 
 import pytest
 
+from flow_grpo.config.resume import changes
 from flow_grpo.config.run_config import FlowGRPOConfig
 
 STEPS_04 = {
@@ -45,10 +46,23 @@ def test_an_own_function_with_the_ode_was_of_final_latents():
 @pytest.mark.parametrize("value", ["transition=flow_sde", "transition=dance_sde", "noise_level=0.7", "window.size=3"])
 def test_an_override_by_the_former_name_counts_also_if_it_is_the_default(value):
     overridden = [FlowGRPOConfig.from_yaml("tiny_grpo", [f"{section}.{value}"]) for section in ("sampling", "objective")]
-    key = value.split("=")[0].split(".")[0]
-    if key != "window":
-        assert overridden[0] == overridden[1]
-    assert getattr(overridden[0].objective, key) != getattr(FlowGRPOConfig.from_yaml("tiny_grpo").objective, key)
+    assert overridden[0] == overridden[1]
+    assert overridden[0] != FlowGRPOConfig.from_yaml("tiny_grpo")
+
+
+def test_a_part_of_a_window_is_merged_into_the_rest():
+    whole = {"schedule": "fixed", "size": 2}
+    run = FlowGRPOConfig(
+        sampling={"steps": 6, "window": whole}, stages=[{"steps": 1, "sampling": {"window": {"first_step": 1}}}]
+    )
+    [(_, stage)] = run.resolved_stages()
+    assert stage.objective.window.model_dump() == {**whole, "first_step": 1, "last_step": None}
+
+
+def test_a_whole_section_of_0_4_replaces_what_has_moved():
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["sampling={steps: 6, transition: cps}"])
+    assert (args.objective.transition, args.objective.noise_level, args.objective.keep_graphs) == ("cps", 0.7, False)
+    assert args.objective.window.schedule == "all"
 
 
 def test_stages_inherit_what_their_objective_reads():
@@ -66,8 +80,25 @@ def test_stages_inherit_what_their_objective_reads():
         assert parts[1].objective.window.size == 2
 
 
+@pytest.mark.parametrize("base", ["sft", "nft"])
+def test_a_stage_on_steps_does_not_inherit_the_ode(base):
+    stages = [{"steps": 1, "objective": base}, {"steps": 2, "objective": "grpo"}]
+    for sampling in ({"steps": 6, "transition": "ode"}, DEFAULTS_04):
+        args = FlowGRPOConfig(sampling=sampling, objective=base, stages=stages)
+        assert [getattr(part.objective, "transition", None) for _, part in args.resolved_stages()] == [None, "flow_sde"]
+
+
 def test_a_run_folders_config_is_that_of_the_file_it_came_from():
     """Else a run of 0.4 could not be resumed."""
     stages = [{"steps": 1, "objective": "sft", "sampling": {"transition": "ode"}}, {"steps": 2, "objective": "grpo"}]
-    given = FlowGRPOConfig(sampling={"steps": 6}, stages=stages)
-    assert FlowGRPOConfig(sampling={**DEFAULTS_04, "transition": "flow_sde"}, stages=stages) == given
+    for window in ({}, {"schedule": "fixed", "size": 2}):
+        given = FlowGRPOConfig(sampling={"steps": 6, "window": window}, stages=stages)
+        folder = {**DEFAULTS_04, "transition": "flow_sde", "window": {**DEFAULTS_04["window"], **window}}
+        assert changes(FlowGRPOConfig(sampling=folder, stages=stages), given, {}, {}) == []
+
+
+@pytest.mark.parametrize("pairs", [["objective=my.py:f"], ["objective.name=my.py:f"]])
+def test_an_own_function_in_place_of_a_forward_process_objective_is_of_its_family(pairs):
+    assert not FlowGRPOConfig.from_yaml("tiny_ocr", pairs).objective.stepwise
+    assert FlowGRPOConfig.from_yaml("tiny_grpo", pairs).objective.stepwise
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", [*pairs, "objective.family=stepwise"]).objective.stepwise

@@ -38,3 +38,8 @@ def test_a_retired_value_is_refused_with_what_to_do_instead(retired):
             FlowGRPOConfig(**settings(retired.path, value))
         assert "is no longer supported: " in str(error.value)
         assert str(error.value).endswith(f"{retired.instead}.")
+
+
+def test_a_retired_objective_is_refused_by_one_word_too():
+    with pytest.raises(FlowGRPOError, match="epg is no longer supported: choose pepg"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["objective=epg"])

@@ -1,6 +1,5 @@
 """Objectives by the gradient of rewards: which states they train, that the gradient is backpropagation's, and what is refused."""
 
-import json
 import math
 from itertools import pairwise
 
@@ -11,11 +10,10 @@ from support.run_contents import MEASURED
 
 from flow_grpo import objectives, sampling
 from flow_grpo.config.objective import Draft, FlowBp, Refl
-from flow_grpo.distributed.processes import Processes
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.reward_gradients import GradientWeights, predicted_image
-from flow_grpo.types import GuidedVelocity
+from flow_grpo.training.reward_gradients import predicted_image
+from flow_grpo.types import GradientState
 
 NAMES = ["refl", "draft", "flowbp"]
 SIGMAS = [1.0, 0.9, 0.7, 0.4, 0.1, 0.0]
@@ -125,7 +123,7 @@ def test_the_linear_loss_has_the_gradient_of_backpropagation_through_composition
     leaf = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(reward(leaf @ decoder).sum(), leaf)
     losses = [
-        objectives.reward_gradient(GuidedVelocity(network(visited[i], i), gradient, c)).value.sum()
+        objectives.reward_gradient(GradientState(network(visited[i], i), gradient, c)).value.sum()
         for i, c in trained.items()
     ]
     (found,) = torch.autograd.grad(sum(losses), weight)
@@ -197,14 +195,12 @@ def test_the_running_rms_is_a_moving_average_that_a_checkpoint_has(tmp_path):
     trainer("flowbp", **parts).train(resume=True)
     whole, resumed = ([numbers(row) for row in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == resumed
-    weights = GradientWeights(None, Processes())
-    weights.mean_square = {"a": 4.0}
-    assert json.loads(json.dumps(weights.mean_square)) == {"a": 4.0}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_micro_batch_changes_nothing(name):
-    whole, parts = (trainer(name, microbatch=size, objective={"smoothing": 0.01}) for size in (6, 2))
+def test_neither_the_micro_batch_nor_parts_change_anything(name):
+    whole, parts = (trainer(name, microbatch=size, objective={"smoothing": 0.01}) for size in (6, 3))
+    parts.stage.sampler.score_in_background = True
     for _ in range(2):
         first, second = numbers(whole.training_step()), numbers(parts.training_step())
         assert first == pytest.approx(second, rel=2e-3, abs=1e-5)
@@ -243,19 +239,55 @@ def test_smoothing_measures_how_sharp_the_reward_is():
 
 
 def test_a_group_whose_reward_failed_is_left_out():
-    calls = []
-
     def sometimes(images, prompts):
-        calls.append(len(prompts))
         return torch.where(torch.tensor([p == prompts[0] for p in prompts]), torch.nan, redness(images, prompts))
 
     sometimes.differentiable = True
     run = trainer("draft", sometimes, objective={"noised_copies": 0})
     run.stage.sampler.rewards.drop_on_error |= {"sometimes"}
-    run.stage.sampler.gradients.rewards.drop_on_error |= {"sometimes"}
     experience = run.experience()
     assert experience.metrics["frac_reward_dropped"] == 0.5
     assert experience.rows.tolist() == [3, 4, 5]
+
+
+def test_each_prompt_is_trained_by_the_rewards_that_it_names():
+    names = [{"rewards": {"redness": None}}, {"rewards": {"detail": 2.0}}]
+    prompts = small.PromptSet(["a cat", "a dog"], names)
+    run = FlowGRPOTrainer(small.policy(), [redness, detail], settings("flowbp"), prompts)
+    experience = run.experience()
+    gradient = experience.trajectory.gradient_states.gradient
+    of_cat = torch.tensor([prompt == "a cat" for prompt in experience.batch.prompts])
+    assert not gradient["redness"][~of_cat].any()
+    assert not gradient["detail"][of_cat].any()
+    values = experience.scores.by_name
+    assert values["redness"].isfinite().tolist() == of_cat.tolist()
+    expected = torch.where(of_cat, values["redness"].nan_to_num(), 2 * values["detail"].nan_to_num())
+    torch.testing.assert_close(experience.scores.total, expected)
+    assert experience.reward_gradient.square().mean() == pytest.approx((1 + 4) / 2, rel=1e-3)
+
+
+def test_a_step_that_fails_leaves_the_running_rms(monkeypatch):
+    run = trainer("flowbp")
+    run.training_step()
+    before = dict(run.stage.gradient_weights.mean_square)
+    monkeypatch.setattr(run.stage.update.optimizer, "reduce_gradients", lambda: torch.tensor(math.nan))
+    with pytest.raises(ValueError, match="not finite"):
+        run.training_step()
+    assert run.stage.gradient_weights.mean_square == before
+
+
+def test_all_weights_of_a_model_can_be_trained():
+    policy = small.policy(lora=False)
+    run = FlowGRPOTrainer(policy, redness, settings("refl", lora=None), small.PROMPTS)
+    before = lora(run.policy)
+    run.training_step()
+    assert not torch.equal(before, lora(run.policy))
+
+
+def test_a_stage_has_the_default_kl_of_its_objective():
+    stages = [{"steps": 1, "objective": "refl"}, {"steps": 1, "objective": "grpo"}]
+    args = small.FlowGRPOConfig(prompts="p.txt", stages=stages)
+    assert [part.objective.kl_weight for _, part in args.resolved_stages()] == [0.03, 0.0]
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------
@@ -292,6 +324,7 @@ def test_a_reward_without_a_gradient_is_refused_before_the_first_step():
         ({"objective": {"advantage": "rloo"}}, "does not use advantage: it trains by the gradient of the rewards"),
         ({"objective": {"kl": "gaussian"}}, "set objective.kl=velocity"),
         ({"objective": {"noise_level": 0.5}}, "refl does not use noise_level"),
+        ({"epochs": 2}, "one update on a rollout: set updates=1 and epochs=1"),
     ],
 )
 def test_settings_of_other_families_are_refused(changes, sentence):
