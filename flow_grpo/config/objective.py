@@ -287,6 +287,15 @@ class Objective(ConfigSection):
             raise FlowGRPOError(f"objective {self.name} does not use advantage: {instead}. Remove it.")
         return self
 
+    @model_validator(mode="after")
+    def _kl_fits(self) -> "Objective":
+        of_steps = sorted(kind for kind in self._kinds_of_kl if kind not in (None, "velocity"))
+        if of_steps and not self.stepwise:
+            raise FlowGRPOError(
+                f"objective.kl={of_steps[0]} needs trained steps, {self.name} has none: set objective.kl=velocity."
+            )
+        return self
+
     @property
     def _kinds_of_kl(self) -> set[str | None]:
         """Those of the KL to the base model and of the anchors."""
@@ -589,11 +598,6 @@ class ForwardProcess(Objective):
 
     @model_validator(mode="after")
     def _fits_final_latents(self) -> "ForwardProcess":
-        of_steps = sorted(kind for kind in self._kinds_of_kl if kind not in (None, "velocity"))
-        if of_steps:
-            raise FlowGRPOError(
-                f"objective.kl={of_steps[0]} needs trained steps, {self.name} has none: set objective.kl=velocity."
-            )
         if self.sigma_range[0] >= self.sigma_range[1]:
             raise FlowGRPOError("objective.sigma_range must rise, for example [0, 1].")
         if self.needs.rows_per_pair == 2 and not self.shared_noise:
@@ -768,15 +772,6 @@ class RewardGradient(Objective):
 
     def losses_per_image(self, sampling_steps: int) -> int:
         return self.num_states(sampling_steps)
-
-    @model_validator(mode="after")
-    def _kl_is_of_velocities(self) -> "RewardGradient":
-        of_steps = sorted(kind for kind in self._kinds_of_kl if kind not in (None, "velocity"))
-        if of_steps:
-            raise FlowGRPOError(
-                f"objective.kl={of_steps[0]} needs trained steps, {self.name} has none: set objective.kl=velocity."
-            )
-        return self
 
 
 class Refl(RewardGradient):
