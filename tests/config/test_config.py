@@ -125,7 +125,7 @@ PUBLISHED_TARGETS["counting_qwenimage_edit_fast"] = PUBLISHED_TARGETS["pickscore
 def source_of(preset: str) -> str:
     """The published config that the preset's file names."""
     text = bundled_file(f"{preset}.yaml").read_text()
-    words = [word.strip(",.") for word in text.partition("# `there` is ")[2].partition("\n")[0].split()]
+    words = [word.strip(",.") for word in text.partition("# Upstream values (`there`): ")[2].partition("\n")[0].split()]
     (source,) = PUBLISHED.keys() & set(words)
     return source
 
