@@ -1,4 +1,4 @@
-"""Gradients of rewards at the end of a rollout, for `refl`, `draft` and `flowbp`: where they are taken, and how rewards are weighed."""
+"""Gradients of rewards at the end of a rollout, for `refl`, `draft` and `flowbp`: where they are taken, and how they are weighed."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def predicted_image(x: Tensor, v: Tensor, sigma: float) -> Tensor:
 
 
 class EndpointGradients:
-    """Finds the states of a rollout that are trained, and the rewards and their gradients at the endpoints."""
+    """Finds the states of a rollout that are trained, and the gradients of the rewards at the endpoints."""
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
         self.policy, self.args, self.rewards = policy, args, rewards
@@ -36,14 +36,14 @@ class EndpointGradients:
         *,
         step: int,
         microbatch: int,
-    ) -> tuple[GradientStates, Scores]:
-        """The trained states of a batch with the gradients of all rewards, and the scores of the first endpoint.
+    ) -> tuple[GradientStates, Tensor]:
+        """The trained states of a batch with the gradients of all rewards, and the images (B, 3, H, W) of its final latents.
 
         Args:
             visited: states (B, ...) before steps of the schedule, and the velocities (B, ...) there.
         """
-        sigmas = trajectory.schedule.sigmas.tolist()
-        xs, endpoints, index = [], [trajectory.final], []
+        sigmas, final = trajectory.schedule.sigmas.tolist(), None
+        xs, endpoints, index = list[Tensor](), list[Tensor](), list[int]()
         for state in states:
             x, v = (
                 self._noised_copy(trajectory, state, batch, step, microbatch) if state.noised_copy else visited[state.step]
@@ -51,24 +51,26 @@ class EndpointGradients:
             xs.append(x)
             if state.predicted:
                 endpoints.append(predicted_image(x, v, sigmas[state.step]))
-            index.append(len(endpoints) - 1 if state.predicted else 0)
-        if 0 not in index:  # the final latents are no endpoint
-            endpoints, index = endpoints[1:], [i - 1 for i in index]
-        gradient, fall, value = {}, {}, {}
+                index.append(len(endpoints) - 1)
+                continue
+            if final is None:
+                endpoints.append(trajectory.final)
+                final = len(endpoints) - 1
+            index.append(final)
+        gradient, fall, decoded = {}, {}, list[Tensor]()
         for name in self.rewards.trained_weights:
             columns = [self._gradient(name, latents, batch, microbatch) for latents in endpoints]
-            gradient[name], fall[name], value[name] = (torch.stack(parts, 1) for parts in zip(*columns, strict=True))
-        return (
-            GradientStates(
-                torch.stack(xs, 1),
-                [state.step for state in states],
-                [state.factor for state in states],
-                endpoint=index,
-                gradient=gradient,
-                fall=fall,
-            ),
-            self._scores(batch, {name: values[:, 0] for name, values in value.items()}),
+            decoded = [images for *_, images in columns]
+            gradient[name], fall[name] = (torch.stack([column[i] for column in columns], 1) for i in (0, 1))
+        found = GradientStates(
+            torch.stack(xs, 1),
+            [state.step for state in states],
+            [state.factor for state in states],
+            endpoint=index,
+            gradient=gradient,
+            fall=fall,
         )
+        return found, self.policy.decode(trajectory.final, microbatch) if final is None else decoded[final]
 
     def _noised_copy(
         self, trajectory: Trajectory, state: TrainedState, batch: PromptBatch, step: int, microbatch: int
@@ -86,35 +88,29 @@ class EndpointGradients:
         return x, torch.cat(parts)
 
     def _gradient(self, name: str, latents: Tensor, batch: PromptBatch, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one reward at an endpoint: its gradient (B, ...), its fall (B,) against it, and its value (B,); the numbers on the CPU.
+        """Of one reward at an endpoint: its gradient (B, ...), its fall (B,) against it, and the decoded images; the last two on the CPU.
 
-        Where a prompt does not name the reward, the gradient is 0 and the numbers are NaN.
+        Where a prompt does not name the reward, the gradient is 0 and the fall NaN.
         """
-        value, fall = torch.full((len(latents),), torch.nan), torch.full((len(latents),), torch.nan)
+        fall, decoded = torch.full((len(latents),), torch.nan), list[Tensor]()
         reward, rho = self.rewards.subset([name]), self.args.objective.smoothing
         is_named = weights_of_rows(self.rewards, batch)[name] != 0
 
         def image_gradient(images: Tensor, rows: Tensor) -> Tensor:
+            decoded.append(images.float().cpu())
             gradient, named = torch.zeros_like(images), is_named[rows].nonzero()[:, 0]
             if len(named):
                 part = batch.take(rows[named])
                 columns = {key: values for key, values in part.columns().items() if key != COLUMN}
                 found = reward.gradients(images[named.to(images.device)], part.prompts, rho, **columns)[name]
                 gradient[named.to(images.device)] = found.gradient.to(gradient)
-                value[rows[named]] = found.value
                 if found.fall is not None:
                     fall[rows[named]] = found.fall
             return gradient
 
         slice_size = 1 if self.args.memory.vae_slicing else microbatch
         with self.policy.meter.phase("reward"):
-            return self.policy.decode_vjp(latents, image_gradient, slice_size), fall, value
-
-    def _scores(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> Scores:
-        """The scores of B images with these rewards, as `WeightedSum` has them: the sum is over the rewards that a prompt names."""
-        weights = weights_of_rows(self.rewards, batch)
-        total = sum((weights[name] * values).where(weights[name] != 0, 0) for name, values in by_name.items())
-        return Scores(torch.as_tensor(total), by_name)
+            return self.policy.decode_vjp(latents, image_gradient, slice_size), fall, torch.cat(decoded)
 
 
 def weights_of_rows(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tensor]:
@@ -146,11 +142,8 @@ class GradientWeights:
         is_scored = scored[self.processes.owns(batch.group)]
         for name, gradient in states.gradient.items():
             rows = is_scored & (weights[name] != 0)
-            square, count, fall = (
-                gradient[rows].double().square().sum().item(),
-                gradient[rows].numel(),
-                states.fall[name][rows],
-            )
+            squares, fall = gradient.float().square().flatten(1).mean(1).cpu().double()[rows], states.fall[name][rows]
+            square, count = squares.sum().item(), len(squares)
             sums = self.processes.all_gather((square, count, fall.nansum().item(), fall.isfinite().sum().item()))
             square, count, falls, num_falls = (sum(part) for part in zip(*sums, strict=True))
             if count:

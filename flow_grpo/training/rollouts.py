@@ -84,25 +84,25 @@ class ImageSampler:
     def _sample_with_gradients(
         self, step: int, batch: PromptBatch, thread: DaemonThread
     ) -> tuple[Trajectory, Future[Scores]]:
-        """Sample images along the ODE, and score them with the gradients of their rewards, in the thread, which may hang."""
+        """Sample images along the ODE; in the thread, since rewards may hang, find the gradients of their rewards and score them."""
         derivatives = sampling.endpoint_derivatives(self.schedule, sampling.SOLVERS[self.args.sampling.solver])
         generator = sampling.generator(self.args.seed, "trained states", step)
         draw = lambda weights, count: torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()  # noqa: E731
         states = self.args.objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
         visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
-        count, scored = counted(len(batch.prompts), "image"), Future[Scores]()
+        count = counted(len(batch.prompts), "image")
         with phase(f"step {step + 1}, sampling {count}"), self.policy.meter.phase("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
         find = partial(self.gradients, trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
         try:
             with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):
-                gradient_states, scores = wait_for(thread.submit(find), self.processes.should_stop)
+                gradient_states, images = wait_for(thread.submit(find), self.processes.should_stop)
         except FlowGRPOError as error:
-            scored.set_exception(error)  # raised with the scores, on all processes together
-            return trajectory, scored
-        scored.set_result(scores)
-        return replace(trajectory, gradient_states=gradient_states), scored
+            failed = Future[Scores]()
+            failed.set_exception(error)  # raised with the scores, on all processes together
+            return trajectory, failed
+        return replace(trajectory, gradient_states=gradient_states), thread.submit(partial(self.score, batch, images))
 
     def gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of the rows of all processes, each of which scores its own groups. group is (B,)."""

@@ -28,6 +28,10 @@ def detail(images, prompts):
     return 3 * (images[..., 1:] - images[..., :-1]).square().mean((1, 2, 3))
 
 
+def brightness(images, prompts):
+    return images.mean((1, 2, 3))
+
+
 redness.differentiable = detail.differentiable = True
 
 
@@ -215,7 +219,7 @@ def test_two_processes_have_the_gradients_of_one():
     own = torch.tensor([row for row in range(12) if row // 3 % 2 == 0])
     others = torch.tensor([row for row in range(12) if row // 3 % 2])
     pair = trainer("flowbp", prompts_per_step=4)
-    square, count = gradient[others].double().square().sum().item(), gradient[others].numel()
+    square, count = gradient[others].double().square().flatten(1).mean(1).sum().item(), len(others)
 
     def other(value):
         return whole.scores.take(others) if hasattr(value, "by_name") else (square, count, 0.0, 0)
@@ -264,6 +268,17 @@ def test_each_prompt_is_trained_by_the_rewards_that_it_names():
     expected = torch.where(of_cat, values["redness"].nan_to_num(), 2 * values["detail"].nan_to_num())
     torch.testing.assert_close(experience.scores.total, expected)
     assert experience.reward_gradient.square().mean() == pytest.approx((1 + 4) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_scores_are_those_of_the_final_images_by_all_rewards(name):
+    """Also with refl, which takes gradients at a predicted image; a reward of weight 0 is measured."""
+    run = trainer(name, [redness, brightness], rewards={"redness": {"weight": 1.0}, "brightness": {"weight": 0.0}})
+    experience = run.experience()
+    images = run.policy.decode(experience.trajectory.final)
+    for reward in (redness, brightness):
+        torch.testing.assert_close(experience.scores.by_name[reward.__name__], reward(images, None), rtol=1e-4, atol=1e-6)
+    assert experience.trajectory.gradient_states.gradient.keys() == {"redness"}
 
 
 def test_a_step_that_fails_leaves_the_running_rms(monkeypatch):
