@@ -760,34 +760,29 @@ class RewardGradient(Objective):
         """
         raise NotImplementedError
 
-    def num_states(self, sampling_steps: int) -> int:
-        """The trained states of an image."""
-        raise NotImplementedError
-
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         """The loss of n rows at a trained state."""
         from flow_grpo import objectives
 
         return objectives.reward_gradient(state)
 
-    def losses_per_image(self, sampling_steps: int) -> int:
-        return self.num_states(sampling_steps)
-
 
 class Refl(RewardGradient):
-    """ReFL: the image that the velocity of one late step predicts, arXiv 2304.05977."""
+    """ReFL: the image that the velocity of one late step predicts, arXiv 2304.05977.
+
+    The step is drawn from the last `LATE_SHARE` of the schedule. Published: 10 of 40 steps, FlowBP's baseline 11 of 25.
+    """
+
+    LATE_SHARE: ClassVar[float] = 0.4
 
     name: Literal["refl"] = "refl"
-    late_share: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """The share of the sampling steps, from the end, of which one is drawn for each training step. Published: 10 of 40, FlowBP's baseline
-    11 of 25."""
 
-    def num_states(self, sampling_steps: int) -> int:
+    def losses_per_image(self, sampling_steps: int) -> int:
         return 1
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
         count = len(derivatives)
-        late = max(1, round(self.late_share * count))
+        late = max(1, round(self.LATE_SHARE * count))
         [drawn] = draw([1.0] * late, 1)
         step = count - late + drawn
         return [TrainedState(step, -sigmas[step], predicted=True)]
@@ -796,16 +791,16 @@ class Refl(RewardGradient):
 class Draft(RewardGradient):
     """DRaFT-LV: the last step, and copies of the image that are noised to its sigma and predicted again, arXiv 2309.17400."""
 
-    name: Literal["draft"] = "draft"
-    noised_copies: Annotated[int, Field(ge=0, le=100)] = 2
-    """Copies of each image, which lower the variance of the gradient. Each is decoded and scored."""
+    NOISED_COPIES: ClassVar[int] = 2  # published
 
-    def num_states(self, sampling_steps: int) -> int:
-        return 1 + self.noised_copies
+    name: Literal["draft"] = "draft"
+
+    def losses_per_image(self, sampling_steps: int) -> int:
+        return 1 + self.NOISED_COPIES
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
         last = len(derivatives) - 1
-        copies = [TrainedState(last, -sigmas[last], predicted=True, noised_copy=j + 1) for j in range(self.noised_copies)]
+        copies = [TrainedState(last, -sigmas[last], predicted=True, noised_copy=j + 1) for j in range(self.NOISED_COPIES)]
         return [TrainedState(last, derivatives[last]), *copies]
 
 
@@ -816,15 +811,15 @@ class FlowBp(RewardGradient):
     is drawn without replacement by a probability that grows as i + 1. The paper has Euler's steps, whose derivatives are their lengths.
     """
 
-    name: Literal["flowbp"] = "flowbp"
-    trained_steps: PositiveInt = 4
-    """Sampling steps that are trained in each training step."""
+    TRAINED_STEPS: ClassVar[int] = 4  # published
 
-    def num_states(self, sampling_steps: int) -> int:
-        return min(self.trained_steps, sampling_steps)
+    name: Literal["flowbp"] = "flowbp"
+
+    def losses_per_image(self, sampling_steps: int) -> int:
+        return min(self.TRAINED_STEPS, sampling_steps)
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
-        steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.num_states(len(derivatives))))
+        steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.losses_per_image(len(derivatives))))
         correction = 1 + 0.5 * (sum(map(abs, derivatives)) / sum(abs(derivatives[i]) for i in steps) - 1)
         return [TrainedState(i, correction * derivatives[i]) for i in steps]
 

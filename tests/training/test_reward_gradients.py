@@ -63,8 +63,9 @@ def states(objective, step=0):
 # -- which states are trained -----------------------------------------------------------------------------------------------
 
 
-def test_refl_trains_one_step_of_the_late_ones_equally_often():
-    drawn = [states(Refl(late_share=0.6), step) for step in range(600)]
+def test_refl_trains_one_step_of_the_late_ones_equally_often(monkeypatch):
+    monkeypatch.setattr(Refl, "LATE_SHARE", 0.6)
+    drawn = [states(Refl(), step) for step in range(600)]
     assert all(len(one) == 1 and one[0].predicted and one[0].factor == -SIGMAS[one[0].step] for one in drawn)
     counts = [sum(one[0].step == i for one in drawn) for i in range(5)]
     assert counts[:2] == [0, 0]
@@ -72,7 +73,7 @@ def test_refl_trains_one_step_of_the_late_ones_equally_often():
 
 
 def test_draft_trains_the_last_step_and_noised_copies():
-    last, *copies = states(Draft(noised_copies=2))
+    last, *copies = states(Draft())
     assert (last.step, last.factor, last.predicted, last.noised_copy) == (4, -0.1, False, 0)
     assert [(one.step, one.factor, one.predicted, one.noised_copy) for one in copies] == [
         (4, -0.1, True, 1),
@@ -80,8 +81,9 @@ def test_draft_trains_the_last_step_and_noised_copies():
     ]
 
 
-def test_flowbp_trains_different_steps_by_their_corrected_length():
-    drawn = [states(FlowBp(trained_steps=2), step) for step in range(3000)]
+def test_flowbp_trains_different_steps_by_their_corrected_length(monkeypatch):
+    monkeypatch.setattr(FlowBp, "TRAINED_STEPS", 2)
+    drawn = [states(FlowBp(), step) for step in range(3000)]
     for one in drawn[:50]:
         steps = [state.step for state in one]
         assert len(set(steps)) == 2
@@ -91,7 +93,7 @@ def test_flowbp_trains_different_steps_by_their_corrected_length():
     chance = [(i + 1) / 15 for i in range(5)]
     both = [p + sum(q * p / (1 - q) for k, q in enumerate(chance) if k != i) for i, p in enumerate(chance)]
     assert first == pytest.approx(both, abs=4 * 0.5 / math.sqrt(3000))
-    assert FlowBp().num_states(3) == 3, "no more than there are"
+    assert FlowBp().losses_per_image(1) == 1, "no more than there are"
 
 
 @pytest.mark.parametrize("solver", sampling.SOLVERS)
@@ -247,7 +249,7 @@ def test_a_group_whose_reward_failed_is_left_out():
         return torch.where(torch.tensor([p == prompts[0] for p in prompts]), torch.nan, redness(images, prompts))
 
     sometimes.differentiable = True
-    run = trainer("draft", sometimes, objective={"noised_copies": 0})
+    run = trainer("flowbp", sometimes)
     run.stage.sampler.rewards.drop_on_error |= {"sometimes"}
     experience = run.experience()
     assert experience.metrics["frac_reward_dropped"] == 0.5
