@@ -23,7 +23,8 @@ def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
     parts = [str(part) for part in first["loc"]]
     setting = ".".join(part for part in parts if (part.isidentifier() and part not in UNION_MEMBERS) or ":" in part)
     if first["type"] == "extra_forbidden":
-        return f"there is no setting {setting}.{_did_you_mean([str(part) for part in first['loc']], config)}"
+        unknown = setting if parts[-1].isidentifier() else ".".join(filter(None, [setting, parts[-1]]))
+        return f"there is no setting {unknown}.{_did_you_mean(parts, config)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     return f"{setting} is {first['input']!r}, but {_expected(first, parts)}."

@@ -111,7 +111,7 @@ class CriticAdvantages:
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Advantages (B, K) of each trained step; all scored rows get a loss. Then the critic learns from this rollout."""
-        scored, informative = self.groups.facts(batch, scores)
+        scored, informative = self.groups.row_masks(batch, scores)
         advantage, metrics = torch.zeros(trajectory.log_prob.shape), reward_metrics(batch, scores, informative)
         if scored.any():
             rows = scored.nonzero()[:, 0]

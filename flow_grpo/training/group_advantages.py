@@ -53,7 +53,7 @@ class GroupAdvantages:
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Compare the images of a step; their trajectory is not looked at."""
-        scored, informative = self.facts(batch, scores)
+        scored, informative = self.row_masks(batch, scores)
         advantage, has_loss, metrics = (
             torch.zeros(len(scored)),
             torch.zeros_like(scored),
@@ -81,7 +81,7 @@ class GroupAdvantages:
             has_loss = informative
         return Comparison(advantage, scored, informative, has_loss, metrics)
 
-    def facts(self, batch: PromptBatch, scores: Scores) -> tuple[Tensor, Tensor]:
+    def row_masks(self, batch: PromptBatch, scores: Scores) -> tuple[Tensor, Tensor]:
         """`scored` and `informative` (B,), as of `Comparison`."""
         scored = scored_rows(scores.total, batch.group)
         compared, _ = self.compared_rewards(batch, scores.by_name)

@@ -134,7 +134,7 @@ class GradientWeights:
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """The comparison of a step's images, without advantages, with the weight of each local gradient."""
-        scored, informative = self.groups.facts(batch, scores)
+        scored, informative = self.groups.row_masks(batch, scores)
         metrics = reward_metrics(batch, scores, informative)
         local = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
         weights, states = weights_of_rows(self.groups.rewards, local), trajectory.gradient_states

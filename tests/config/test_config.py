@@ -163,6 +163,8 @@ def test_overrides_reach_into_sections():
         ("steps=1.5", "steps is 1.5, but it should be a whole number."),
         ("optimizer.lr=big", "optimizer.lr is 'big', but it should be a number."),
         ("steps 3", "'steps' is not of the form key.sub=value: write steps=3."),
+        ("+steps=2", "there is no setting +steps. Did you mean steps?"),
+        ("optimizer.+lr=2", "there is no setting optimizer.+lr. Did you mean lr?"),
         ("steps=2 lora.rank 3", "'lora.rank' is not of the form key.sub=value: write lora.rank=3."),
         ("optimizer.learning_rate=1", "there is no setting optimizer.learning_rate. Did you mean optimizer.lr or "),
         ("learning_rate=1", "there is no setting learning_rate. Did you mean optimizer.lr or "),
