@@ -2,6 +2,8 @@
 
 import errno
 
+from flow_grpo.text import visible
+
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have space later
 
 
@@ -10,6 +12,9 @@ class FlowGRPOError(ValueError):
 
     The command line prints the sentence alone. Any other exception is a bug, or comes from a library, and keeps its traceback.
     """
+
+    def __init__(self, sentence: object = "") -> None:
+        super().__init__(visible(sentence))  # it may quote a file: no second line, no command to a terminal, no password
 
 
 class RetryableError(FlowGRPOError):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from support.fake_run import synthetic_run
 
@@ -267,6 +267,8 @@ def test_any_value_of_a_setting_is_taken_or_refused_in_a_clear_error_that_names_
 
 @FEW
 @given(text=st.text(max_size=80) | ANYTHING.map(json.dumps))
+@example(text='{"\\r"}')
+@example(text='{"\\e[2J": 1}')
 def test_any_text_of_a_config_is_taken_or_refused_in_a_clear_error(tmp_path, text):
     (tmp_path / "own.yaml").write_text(text, encoding="utf-8")
     try:

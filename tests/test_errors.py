@@ -101,3 +101,9 @@ def test_a_step_that_fails_by_a_library_is_rolled_back_and_the_run_goes_on_to_th
     resumed.train(resume=True)
     for name, weights in whole.policy.adapter_state().items():
         assert torch.equal(weights, resumed.policy.adapter_state()[name]), name
+
+
+def test_what_an_error_quotes_writes_no_second_line_no_terminal_code_and_no_password():
+    error = RetryableError("there is no setting a\r\n\x1b[2J\u202eb; see https://me:secret@host/x.")
+    assert str(error) == r"there is no setting a\r\n\x1b[2J\u202eb; see https://…@host/x."
+    assert str(FlowGRPOError(error)) == str(error)
