@@ -47,7 +47,6 @@ SPEED = {
     "compile": [COMPILED],
     "compile and checkpointing": [COMPILED, CHECKPOINTING],
 }
-GRAPHS = "memory.cuda_graphs=true"
 BLOCKS_OFFLOADED = ["memory.offload=groups", CHECKPOINTING]
 
 SHARES = ("rollout", "decode", "forward", "backward", "optimizer")  # of a step's time, as the phases of its metrics
@@ -76,11 +75,6 @@ class Row:
     seconds: int = 60
     card: float | None = None
     package: str | None = None
-
-    @property
-    def needs_gpu(self) -> bool:
-        """Whether it can't be tried out on a CPU."""
-        return GRAPHS in self.overrides
 
     @property
     def is_loaded(self) -> bool:
@@ -113,7 +107,6 @@ def _memory_rows() -> dict[str, Row]:
         "plain": ([], None),
         "checkpointing": ([CHECKPOINTING], None),
         "compile": ([COMPILED], None),
-        "graphs": ([GRAPHS], None),
         "offload groups, checkpointing": (BLOCKS_OFFLOADED, None),
         "offload_trajectories": (["memory.offload_trajectories=true"], None),
         "offload_text_encoders": (["memory.offload_text_encoders=true"], None),
@@ -143,7 +136,6 @@ def _card_rows() -> dict[str, Row]:
 
 _WAITS = {
     **SPEED,
-    "graphs": [GRAPHS],
     "offload groups, checkpointing": BLOCKS_OFFLOADED,
     "offload_trajectories": ["memory.offload_trajectories=true"],
 }
@@ -173,17 +165,6 @@ MEASUREMENTS = {
         "training steps within the memory of a small card, which the process can't exceed",
         ("reserved + context GiB", "context GiB", *MEMORY_COLUMNS),
         _card_rows(),
-    ),
-    "graphs": Measurement(
-        "CUDA graphs where kernels take less time than their launch: 0.45 billion weights at 256 px, micro-batches of 2",
-        SPEED_COLUMNS,
-        _speed_rows(
-            "awm, ",
-            [*AWM, "height=256", "width=256", "images_per_prompt=4", "microbatch=2"],
-            {"plain": [], "graphs": [GRAPHS], "compile": [COMPILED], "compile and graphs": [COMPILED, GRAPHS]},
-            {},
-            model="sd3_450m",
-        ),
     ),
     "memory": Measurement("each memory option; plan within 15 % of the measured peak", MEMORY_COLUMNS, _memory_rows()),
     "waits": Measurement(

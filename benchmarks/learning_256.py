@@ -3,7 +3,6 @@
     python benchmarks/learning_256.py pretrain FOLDER --seconds 520     # repeat it until it prints that the pipeline is written
     python benchmarks/learning_256.py teach FOLDER awm --seconds 270
     python benchmarks/learning_256.py teach FOLDER grpo --seconds 270
-    python benchmarks/learning_256.py teach FOLDER awm_graphs --seconds 270   # awm with CUDA graphs, not measured yet
     python benchmarks/learning_256.py plot FOLDER                       # the runs: FOLDER/learning_256.png
 
 The world is the embedded model's: signs with a word of three to five letters, each in one of eight colours. Here they have 256 x 256
@@ -65,7 +64,6 @@ TAUGHT = [
 ]  # fmt: skip
 PRESETS = {  # with half the learning rate: the transformer has twice the layers and four times the width
     "awm": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4"],
-    "awm_graphs": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4", "memory.cuda_graphs=true"],
     "grpo": ["tiny_grpo", "steps=16", "optimizer.lr=4e-4", "objective.keep_graphs=false"],
 }
 SMALL = {"timed": (1, 2), "steps": 5, "batch": 4, "taught": 1}

@@ -1,7 +1,6 @@
 """On a GPU: the ratio is exactly 1 in every dtype and setting, and memory is what the plan says."""
 
 import gc
-import threading
 from functools import partial
 
 import pytest
@@ -66,10 +65,8 @@ def flux(tmp_path_factory):
     [
         "{}",
         "{gradient_checkpointing: true}",
-        "{cuda_graphs: true}",
         "{compile: true}",
         "{compile: true, gradient_checkpointing: true}",
-        "{compile: true, cuda_graphs: true}",
     ],
 )
 def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
@@ -78,77 +75,6 @@ def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
         metrics = trainer.training_step()
         assert metrics["ratio/first_update_max_deviation"] == 0
         assert "grad_norm" in metrics or dtype == "fp16", "fp16 may pass over a step whose gradients overflowed"
-
-
-@pytest.mark.parametrize("objective", ["{name: grpo, kl_weight: 0.1}", "{name: awm, kl_weight: 0.1, num_noise_levels: 2}"])
-def test_cuda_graphs_change_no_image_and_no_loss(flux, tmp_path, objective):
-    """Also those of the base model, which has a graph of its own. Gradients of an attention may differ in the last bits each time."""
-    sampling = ["sampling={steps: 4}"] if "awm" in objective else []
-    first = []
-    for graphs in ("false", "true"):
-        words = ["dtype=bf16", f"memory.cuda_graphs={graphs}", f"objective={objective}", *sampling]
-        trainer = FlowGRPOTrainer(args=short_run(tmp_path / graphs, *flux, *words))
-        move(trainer.policy)
-        metrics = trainer.training_step()
-        assert metrics["kl"] > 0, "the LoRA changes the velocity"
-        first.append([metrics["reward"], metrics["loss"], metrics["kl"]])
-        assert graphs == "false" or len(trainer.policy.pipe.transformer.forward.graphs) == 2
-    assert first[0] == first[1]
-
-
-def test_graphs_share_their_memory_and_give_it_back(flux, tmp_path):
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "memory.cuda_graphs=true"))
-    policy, (schedule, shape), rows = trainer.policy, trainer.policy.schedule(4), torch.zeros(4096, dtype=torch.long)
-
-    @torch.no_grad()
-    def velocity(count):
-        x = torch.ones(count, *shape, device="cuda")
-        return policy.velocity(x, schedule.timesteps[1], policy.encode(["a"]), rows[:count])
-
-    def reserved():
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
-
-    expected, sizes = velocity(4096), [reserved()]
-    for count in (4096, 4095, 4094):
-        velocity(count), velocity(count)
-        sizes.append(reserved())
-    assert sizes[3] - sizes[1] < sizes[1] - sizes[0]
-    policy.free_memory()
-    assert reserved() < sizes[0] + WORKSPACES
-    assert all(torch.equal(velocity(4096), expected) for _ in range(2))
-
-
-def test_another_thread_may_use_the_gpu_while_graphs_are_captured(flux, tmp_path):
-    """As rewards do, which score images while the next ones are sampled."""
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path, *flux, "memory.cuda_graphs=true"))
-    policy, (schedule, shape), rows = trainer.policy, trainer.policy.schedule(4), torch.zeros(8, dtype=torch.long)
-    is_over, sums, errors = threading.Event(), [], []
-
-    @torch.no_grad()
-    def velocity(count):
-        x = torch.ones(count, *shape, device="cuda")
-        return policy.velocity(x, schedule.timesteps[1], policy.encode(["a"]), rows[:count])
-
-    def use_gpu():
-        try:
-            while not is_over.is_set():
-                sums.append((torch.rand(512, 512).cuda() @ torch.eye(512, device="cuda")).sum().item())
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=use_gpu)
-    thread.start()
-    try:
-        for count in range(1, 9):
-            first, *others = (velocity(count) for _ in range(4))
-            assert all(torch.equal(first, other) for other in others)
-    finally:
-        is_over.set()
-        thread.join()
-    assert len(trainer.policy.pipe.transformer.forward.graphs) == 8
-    assert sums
-    assert not errors
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

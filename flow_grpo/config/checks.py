@@ -15,7 +15,6 @@ def check_run(args: RunSettings) -> None:
     check_sizes(args)
     check_kept_graphs(args)
     check_offloading(args)
-    check_cuda_graphs(args)
     check_layerwise_casting(args)
     check_full_finetuning(args)
     check_anchors(args)
@@ -137,15 +136,6 @@ def check_offloading(args: RunSettings) -> None:
     }
     if conflict := next((name for name, is_set in refused.items() if is_set), None):
         raise FlowGRPOError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
-
-
-def check_cuda_graphs(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings move weights, whose addresses `memory.cuda_graphs` records."""
-    memory = args.memory
-    refused = {"memory.offload=groups": memory.offload is not None, "memory.shard=fsdp2": memory.shard == "fsdp2"}
-    conflict = next((name for name, is_set in refused.items() if is_set), None)
-    if memory.cuda_graphs and conflict:
-        raise FlowGRPOError(f"memory.cuda_graphs does not go with {conflict}, which moves weights: leave one of them out.")
 
 
 def check_layerwise_casting(args: RunSettings) -> None:

@@ -27,7 +27,6 @@ RESUMABLE = {
         "memory.offload",
         "memory.shard",
         "memory.compile",
-        "memory.cuda_graphs",
         "memory.attention_backend",
         "memory.offload_trajectories",
         "memory.vae_slicing",

@@ -33,6 +33,7 @@ RESET = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
 WINDOW = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
 FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
 CURRICULUM = "set prompt_weights=variance, by which prompts whose rewards are equal are sampled less often"
+GRAPHS = "it was never measured on a GPU; set memory.compile=true, which was (docs/performance.md)"
 RETIRED = [
     Retired("dynamic_sampling_rounds", 0, CURRICULUM),
     Retired("prompt_skipping.patience", 0, CURRICULUM),
@@ -61,6 +62,7 @@ RETIRED = [
     Retired("sampling.window.shift_every", 25, WINDOW),
     Retired("sampling.window.schedule", None, WINDOW, values=("auto", "sliding")),
     Retired("evaluation.sizes", [], "run flow-grpo eval with evaluation.height and evaluation.width"),
+    Retired("memory.cuda_graphs", False, GRAPHS),
     Retired("memory.quantize", None, "choose nf4 or fp8_layerwise", values=("int8", "fp8", "int4")),
     Retired("memory.shard", None, FSDP, values=("zero1", "zero2", "zero3")),
 ]

@@ -283,8 +283,6 @@ class MemoryConfig(ConfigSection):
     """What is sharded over processes: `fsdp2` or true, the weights under a LoRA, or all of full fine-tuning."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
-    cuda_graphs: bool = False
-    """The transformer's passes without gradients are CUDA graphs: faster where a GPU waits for launches, as with small models."""
     attention_backend: str | None = None
     """Attention backend of diffusers, such as flash; by default torch's choice without cuDNN, whose gradients can be wrong on Hopper."""
     offload_trajectories: bool = False

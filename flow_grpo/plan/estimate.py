@@ -176,9 +176,6 @@ class StepEstimator:
         all_copies, largest = self._offloaded
         bytes_by_phase["rollout"] += largest
         bytes_by_phase["update"] += largest if self.args.memory.gradient_checkpointing else all_copies
-        if self.args.memory.cuda_graphs and self.cuda:  # graphs keep what a rollout's pass takes
-            kept = bytes_by_phase.pop("rollout")
-            bytes_by_phase = {"rollout": kept, **{name: size + kept for name, size in bytes_by_phase.items()}}
         return bytes_by_phase
 
     def _persistent(self) -> dict[str, float]:

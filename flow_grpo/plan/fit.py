@@ -35,7 +35,6 @@ PHASE_NAMES = {
 # what costs little first; the last two exclude each other
 SETTINGS = (
     "objective.keep_graphs=false",
-    "memory.cuda_graphs=false",
     "memory.offload_text_encoders=true",
     "memory.gradient_checkpointing=true",
     "memory.offload_trajectories=true",

@@ -13,7 +13,6 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu, shard_like
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import with_images
-from flow_grpo.policy.cuda_graphs import ForwardGraphs
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.lora import TRAINED, Lora
 from flow_grpo.policy.memory import compile_blocks, repeated_blocks
@@ -191,10 +190,7 @@ class Policy(FlowPipeline):
         self.compiled = True
 
     def free_memory(self) -> None:
-        """Free what is made again when it is needed: CUDA graphs, and what torch keeps of a GPU's memory."""
-        for transformer in self.lora.transformers.values():
-            if isinstance(transformer.forward, ForwardGraphs):
-                transformer.forward.clear()
+        """Free the memory of a GPU that torch keeps for later tensors."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ RESERVED_ARGUMENTS = (
 )
 PROBE_PROMPTS = ("a", "a photo of two cats and a dog under an old tree" * 8)
 PROBE_SIDE = 64  # pixels, where the call sets no size
-is_eager = ContextVar("is_eager", default=False)  # whether this is within `eager`
 
 
 def probe_prompts(pipeline: str, call: dict[str, Any]) -> list[str]:
@@ -60,13 +58,9 @@ def rows_agree(both: Tensor, first: Tensor, second: Tensor) -> bool:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Context in which transformers run operation by operation, as calls that come once or twice should: neither compiled nor captured."""
-    token = is_eager.set(True)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        is_eager.reset(token)
+    """Context in which transformers are not compiled, for calls that come once or twice."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def check_flow(pipe: DiffusionPipeline, parameters: Any) -> None:

@@ -18,7 +18,6 @@ from flow_grpo.data.prompts import Prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
-from flow_grpo.policy.cuda_graphs import use_cuda_graphs
 from flow_grpo.policy.devices import DTYPES, bf16_speedup, default_dtype, usable_device
 from flow_grpo.policy.loading import add_trainable_weights, check_guidance, check_size, load_policy, pipeline_of
 from flow_grpo.policy.lora import TRAINED
@@ -204,8 +203,6 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     add_trainable_weights(policy, args.lora, args.seed)
     if args.memory.compile:
         policy.compile()
-    if args.memory.cuda_graphs:
-        use_cuda_graphs(policy.lora, policy.device)
     for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
         policy.lora.add_adapter_copy(name)
     add_references(policy, [stage.objective for stage in stages])

@@ -1,8 +1,10 @@
 """Settings of 0.4 that are gone: what 0.4 wrote by default loads, another value is one sentence that says what to do."""
 
+from pathlib import Path
+
 import pytest
 
-from flow_grpo.config.retired import RETIRED
+from flow_grpo.config.retired import RETIRED, documented
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 
@@ -38,6 +40,12 @@ def test_a_retired_value_is_refused_with_what_to_do_instead(retired):
             FlowGRPOConfig(**settings(retired.path, value))
         assert "is no longer supported: " in str(error.value)
         assert str(error.value).endswith(f"{retired.instead}.")
+
+
+def test_the_changelog_has_a_row_for_each_retired_setting():
+    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text()
+    table = [f"| `{setting}` | {instead} |" for setting, instead in documented()]
+    assert "\n".join(table) in changelog
 
 
 def test_a_retired_objective_is_refused_by_one_word_too():
