@@ -49,8 +49,8 @@ def check_differentiable(name: str, reward: Any) -> None:
         )
     if scope_of(reward) != IMAGE:
         raise NoGradient(
-            f"reward {name} compares images of a group, and gradients are of rewards that see one image: set scope=image, or train by an "
-            "objective that needs values only, such as grpo."
+            f"reward {name} compares images of a group, and gradients are of rewards that see one image: take such a reward, or train by "
+            "an objective that needs values only, such as grpo."
         )
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 from flow_grpo.errors import FlowGRPOError, RetryableError
 from flow_grpo.rewards.images import SOURCES, has_sources, to_pil, to_png
+from flow_grpo.rewards.scopes import IMAGE, PAIR
 from flow_grpo.rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
 
 QUESTIONS = {
@@ -50,7 +51,7 @@ OUT_OF = re.compile(r"\s*(?:/|out of)\s*(\d+(?:\.\d+)?)")
 
 
 class Judge:
-    """The answer of a vision-language model to a question on image and prompt, or with `scope: pair` on two images.
+    """The answer of a vision-language model to a question on image and prompt, or with the option `scope: pair` on two images.
 
     `yes_no` is P(yes) / (P(yes) + P(no)) from the log-probabilities of the first token, the VQAScore (arXiv 2404.01291), which
     is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. A question can contain
@@ -73,6 +74,8 @@ class Judge:
         question: a question that replaces the built-in one.
         concurrency: number of simultaneous requests.
         timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
+        scope: `image` or `pair`, see `rewards.scopes`.
+        opponents: of scope pair, with about how many others of its group each image is compared; by default with all.
     """
 
     costly = True  # never called only to probe it
@@ -89,11 +92,18 @@ class Judge:
         concurrency: int = 16,
         timeout: float = 60.0,
         attempts: int = 6,
+        scope: Literal["image", "pair"] = "image",
+        opponents: int | None = None,
     ) -> None:
         if answer not in QUESTIONS:
             raise FlowGRPOError(f"judge: answer={answer!r} is neither yes_no nor number.")
         if not low < high:
             raise FlowGRPOError(f"judge: low={low} must be below high={high}.")
+        if scope not in (IMAGE, PAIR):
+            raise FlowGRPOError(f"judge: scope={scope!r} is neither image nor pair.")
+        if opponents is not None and scope != PAIR:
+            raise FlowGRPOError(f"judge: opponents={opponents} is for scope=pair: set it as well, or leave opponents out.")
+        self.scope, self.opponents = scope, opponents
         self.model, self.answer = model, answer
         self.question = question
         self.low, self.high, self.concurrency, self.attempts = low, high, concurrency, attempts
@@ -102,7 +112,11 @@ class Judge:
         self.client = Client(os.environ.get("OPENAI_API_KEY"), timeout, concurrency)
         self.url = f"{self.client.without_credentials(url.rstrip('/'))}/chat/completions"
 
-    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
+    def __call__(self, *inputs: Any, **metadata: Any) -> torch.Tensor:
+        """As `score`, or as `compare` with scope pair."""
+        return self.compare(*inputs, **metadata) if self.scope == PAIR else self.score(*inputs, **metadata)
+
+    def score(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if an image got no usable answer."""
         questions = EDIT_QUESTIONS if has_sources(metadata) else QUESTIONS
         return self._ask(
@@ -110,7 +124,7 @@ class Judge:
         )
 
     def compare(self, first: torch.Tensor, second: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-        """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. FlowGRPOError as of a call."""
+        """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. FlowGRPOError as of `score`."""
         question = self.question or (EDIT_PAIR_QUESTION if has_sources(metadata) else PAIR_QUESTION)
         pairs = [to_pil(torch.stack(pair)) for pair in zip(first, second, strict=True)]
         return self._ask(pairs, prompts, metadata, question, self._read_pair)

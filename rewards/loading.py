@@ -10,13 +10,13 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.calls import check_inputs
 from flow_grpo.rewards.networks import with_index
-from flow_grpo.rewards.scopes import Frames, Scoped, check_sendable, checked_frames, signature, with_attributes_of
+from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, checked_frames, signature, with_attributes_of
 from flow_grpo.rewards.scoring import Reward
 from flow_grpo.rewards.user_code import UserCodeError, guarded
 
@@ -55,8 +55,6 @@ def load(
     remote: str | list[str] | None = None,
     isolate: bool = False,
     python: str | None = None,
-    scope: Literal["image", "group", "pair"] | None = None,
-    opponents: int | None = None,
     frames: Frames | None = None,
     **options: Any,
 ) -> Reward:
@@ -68,8 +66,6 @@ def load(
         remote: URL of a reward server, or several; the options are then those of the client, `rewards.serving.client.Remote`.
         isolate: run the reward in a subprocess; the option `timeout` is then that of `rewards.serving.subprocess.Isolated`.
         python: with isolate, the Python interpreter of the subprocess.
-        scope: how many images the reward sees, see `rewards.scopes`; by default its own attribute `scope`.
-        opponents: of scope pair, with about how many others of its group each image is compared; by default with all.
         frames: of a video, those that the reward sees, see `rewards.scopes`; by default its own attribute `frames`.
 
     Raises:
@@ -80,19 +76,13 @@ def load(
     if python is not None and not isolate:
         raise FlowGRPOError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
     if remote is not None:
-        if opponents is not None:
-            raise FlowGRPOError(
-                f"reward {name}: opponents is set where the reward runs: flow-grpo serve '{name}={{opponents: {opponents}}}'."
-            )
-        client = load("remote", **{"urls": remote, "reward": name, "expected_scope": scope, **options})
-        return with_frames(name, client, frames)
+        return with_frames(name, load("remote", **{"urls": remote, "reward": name, **options}), frames)
     if "device" in options:
         options["device"] = with_index(options["device"])
     if isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
         timeout_option = {"timeout": options.pop("timeout")} if "timeout" in options else {}
-        options |= {key: value for key, value in (("scope", scope), ("opponents", opponents)) if value is not None}
         return with_frames(name, Isolated(name, options, python, **timeout_option), frames)
     target = check_options(name, **options)
     if inspect.isclass(target):
@@ -102,8 +92,7 @@ def load(
         reward = _with_options(target, options)
     if not callable(reward):
         raise FlowGRPOError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
-    is_set = any(setting is not None for setting in (scope, opponents, frames))
-    return Scoped(reward, scope, opponents=opponents, frames=frames) if is_set else reward
+    return reward if frames is None else Framed(reward, frames)
 
 
 def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
@@ -129,6 +118,10 @@ def check_options(name: str, **options: Any) -> Callable[..., Any]:
     target = locate("reward", name, REGISTRY)
     if inspect.isfunction(target):
         check_inputs(name, target)
+    if misplaced := next((key for key in ("scope", "opponents") if key in options and not _names(target, key)), None):
+        raise FlowGRPOError(
+            f"reward {name}: {misplaced} is no option: set the attribute {misplaced} of its class or function."
+        )
     try:
         if inspect.isclass(target):
             inspect.signature(target).bind(**options)
@@ -138,6 +131,10 @@ def check_options(name: str, **options: Any) -> Callable[..., Any]:
         known = f"; its options are {_options(target)}" if inspect.isclass(target) else ""
         raise FlowGRPOError(f"reward {name}: {error}{known}.") from error
     return target
+
+
+def _names(target: Any, parameter: str) -> bool:
+    return callable(target) and parameter in inspect.signature(target).parameters
 
 
 def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callable[..., Any]:

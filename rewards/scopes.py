@@ -1,13 +1,14 @@
 """What a reward sees at a time: one image, the images of a group, or pairs of them; and which frames of a video.
 
-A reward says so by its attributes `scope` and `frames`; `rewards.load(name, scope=..., frames=...)` sets them from outside.
+A reward says so by its attributes `scope` and `frames`; `rewards.load(name, frames=...)` sets the frames from outside.
 
 Its `scope` is `image` (the default), `group` or `pair`:
 
     group: `reward(images, prompts, **metadata)` gets the images of one group (G, 3, H, W), their prompt G times, and returns G values.
     pair:  `reward(first, second, prompts, **metadata)` gets n pairs, two times (n, 3, H, W), and returns for each the probability, or
            0 or 1, that the first image is better. An image's value is its win rate within its group (Pref-GRPO, arXiv 2508.20751).
-           Each pair is asked in both orders, unless the reward has the attribute `symmetric = True`.
+           Each pair is asked in both orders, unless the reward has the attribute `symmetric = True`. With the attribute `opponents`
+           each image is compared with about so many others of its group, see `pairs_of`.
 
 A reward of images gets one frame of each video at a time, and its value is the mean over the `frames`:
 
@@ -41,38 +42,21 @@ FIRST, LAST, ALL = "first", "last", "all"
 DEFAULT_FRAMES = 4
 
 
-class Scoped:
-    """A reward whose scope, opponents or frames of a video are set from outside; it keeps its other attributes.
+class Framed:
+    """A reward that sees other frames of a video, see `rewards.scopes`; it keeps its other attributes. Raises as `checked_frames`."""
 
-    Args:
-        reward: called as its new scope says; for `pair` its method `compare`, if it has one.
-        opponents: for `pair`: see `pairs_of`; by default the reward's own attribute.
-        frames: of a video, see `rewards.scopes`.
-
-    Raises:
-        FlowGRPOError: there is no such scope or choice of frames, or `opponents` is for another scope.
-    """
-
-    def __init__(
-        self, reward: Any, scope: str | None = None, opponents: int | None = None, frames: Frames | None = None
-    ) -> None:
-        self.scope = scope_of(reward) if scope is None else _known(scope)
-        self.frames = frames_of(reward) if frames is None else checked_frames(frames)
-        self.costly, self.symmetric = getattr(reward, "costly", False), getattr(reward, "symmetric", False)
-        self.differentiable = getattr(reward, "differentiable", False)
-        if opponents is not None and (self.scope != PAIR or opponents < 1):
-            raise FlowGRPOError(
-                f"opponents={opponents} is for a reward of scope pair, and at least 1: set scope=pair, or leave it out."
-            )
-        self.opponents = getattr(reward, "opponents", None) if opponents is None and self.scope == PAIR else opponents
-        if hasattr(reward, "score_groups") and opponents is None and self.scope == scope_of(reward):
-            self.score_groups = reward.score_groups
-        self._call = getattr(reward, "compare", reward) if scope == PAIR else reward
-        self.__module__ = getattr(self._call, "__module__", "")  # whose code it is
-        self.__signature__ = signature(self._call)
+    def __init__(self, reward: Any, frames: Frames) -> None:
+        self._reward, self.frames = reward, checked_frames(frames)
+        self.__module__ = getattr(reward, "__module__", "")  # whose code it is
+        self.__signature__ = signature(reward)
 
     def __call__(self, *inputs: Any, **metadata: Any) -> Any:
-        return self._call(*inputs, **metadata)
+        return self._reward(*inputs, **metadata)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._reward, name)
 
 
 def scope_of(reward: Any) -> str:
@@ -85,6 +69,16 @@ def _known(scope: str) -> str:
     if scope not in SCOPES:
         raise FlowGRPOError(f"scope={scope} of a reward is none of {', '.join(SCOPES)}: set one of them.")
     return scope
+
+
+def opponents_of(reward: Any) -> int | None:
+    """With how many others of its group an image is compared; None with all. FlowGRPOError if the attribute is no number from 1."""
+    opponents = getattr(reward, "opponents", None)
+    if opponents is None or (isinstance(opponents, int) and not isinstance(opponents, bool) and opponents > 0):
+        return opponents
+    raise FlowGRPOError(
+        f"opponents={opponents} of a reward is no number from 1: set one, or leave it out to compare all pairs."
+    )
 
 
 def with_attributes_of(reward: Any, call: Any) -> Any:

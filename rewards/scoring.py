@@ -131,7 +131,8 @@ def call_reward(
         group_of_row = {row: i for i, rows in enumerate(members) for row in rows}
         return _call(name, partial(reward.score_groups, [group_of_row[row] for row in range(len(prompts))]), batch)
     if scope == scopes.PAIR:
-        pairs = [pair for rows in members for pair in scopes.pairs_of(rows, getattr(reward, "opponents", None))]
+        opponents = scopes.opponents_of(reward)
+        pairs = [pair for rows in members for pair in scopes.pairs_of(rows, opponents)]
         return scopes.win_rates(len(prompts), pairs, _first_wins(name, reward, batch, pairs))
     values = torch.empty(len(prompts))
     for rows in members:

@@ -32,6 +32,7 @@ LEVELS = "choose uniform or schedule as objective.sigma_distribution"
 RESET = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
 WINDOW = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
 FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
+ATTRIBUTE = "set the attribute {} of the reward's class or function, or of judge options.{}"
 CURRICULUM = "set prompt_weights=variance, by which prompts whose rewards are equal are sampled less often"
 GRAPHS = "it was never measured on a GPU; set memory.compile=true, which was (docs/performance.md)"
 RETIRED = [
@@ -61,6 +62,11 @@ RETIRED = [
     Retired("sampling.transition", None, "choose cps or flow_sde by objective.transition", values=("difference",)),
     Retired("sampling.window.shift_every", 25, WINDOW),
     Retired("sampling.window.schedule", None, WINDOW, values=("auto", "sliding")),
+    *(
+        Retired(f"{rewards}.*.{name}", None, ATTRIBUTE.format(name, name))
+        for rewards in ("rewards", "evaluation.rewards")
+        for name in ("scope", "opponents")
+    ),
     Retired("evaluation.sizes", [], "run flow-grpo eval with evaluation.height and evaluation.width"),
     Retired("memory.cuda_graphs", False, GRAPHS),
     Retired("memory.quantize", None, "choose nf4 or fp8_layerwise", values=("int8", "fp8", "int4")),
@@ -75,29 +81,27 @@ def drop_retired(values: dict[str, Any]) -> dict[str, Any]:
         FlowGRPOError: one of them is set, with what to do instead.
     """
     for retired in RETIRED:
-        values = _dropped(values, retired.path.split("."), retired)
+        values = _dropped(values, retired.path.split("."), retired, ())
     values = {key: value for key, value in values.items() if key != "prompt_skipping"}  # without patience, it skips none
     if isinstance(stages := values.get("stages"), list):
         values = {**values, "stages": [drop_retired(stage) if isinstance(stage, dict) else stage for stage in stages]}
     return values
 
 
-def _dropped(values: Any, path: list[str], retired: Retired) -> Any:
-    """`values` without the setting at `path`."""
+def _dropped(values: Any, path: list[str], retired: Retired, parents: tuple[str, ...]) -> Any:
+    """`values`, the settings below `parents`, without the one at `path`."""
     key, *rest = path
-    if key == "*":
-        if isinstance(values, list):
-            return [_dropped(entry, rest, retired) for entry in values]
-        return (
-            {name: _dropped(entry, rest, retired) for name, entry in values.items()} if isinstance(values, dict) else values
-        )
+    if key == "*" and isinstance(values, list):
+        return [_dropped(entry, rest, retired, parents) for entry in values]
+    if key == "*" and isinstance(values, dict):
+        return {name: _dropped(entry, rest, retired, (*parents, str(name))) for name, entry in values.items()}
     if not isinstance(values, dict) or key not in values:
         return values
     if rest:
-        return {**values, key: _dropped(values[key], rest, retired)}
+        return {**values, key: _dropped(values[key], rest, retired, (*parents, key))}
     value = values[key]
     if value in retired.values if retired.values else value != retired.default:
-        raise FlowGRPOError(f"{_shown(retired.path)}={value} is no longer supported: {retired.instead}.")
+        raise FlowGRPOError(f"{'.'.join((*parents, key))}={value} is no longer supported: {retired.instead}.")
     return values if retired.values else {name: entry for name, entry in values.items() if name != key}
 
 

@@ -143,12 +143,6 @@ class RewardConfig(ConfigSection):
     """Weight in the sum; 0 only reports it."""
     options: dict[str, Any] = {}
     """Arguments of the reward's constructor."""
-    scope: Literal["image", "group", "pair"] | None = None
-    """How many images it sees: one, those of a group together, or two of a group, where an image's value is its win rate within the
-    group (Pref-GRPO, arXiv 2508.20751; `judge` does that as well). By default what its attribute `scope` says, else image."""
-    opponents: PositiveInt | None = None
-    """pair: with how many others of its group each image is compared, rounded up to an even number; by default with all. K images make
-    K (K - 1) comparisons, since each pair is asked in both orders."""
     frames: PositiveInt | Literal["first", "last", "all"] | None = None
     """Of a video, the frames that it sees: a number of evenly spaced ones, whose values are averaged, the first, the last, or all at once
     as (B, F, 3, H, W). By default what its attribute `frames` says, else 4."""
@@ -175,9 +169,6 @@ class RewardConfig(ConfigSection):
             raise FlowGRPOError(
                 "timeout is for a reward in a process of its own: set isolate=true, or for a remote one options.timeout."
             )
-        if self.opponents is not None and (self.scope in ("image", "group") or self.remote is not None):
-            advice = "give it to `flow-grpo serve`" if self.remote is not None else "set scope=pair, or leave it out"
-            raise FlowGRPOError(f"opponents={self.opponents} is for a reward of scope pair, where it runs: {advice}.")
         return self
 
     @model_validator(mode="after")

@@ -39,14 +39,14 @@ COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost mon
 
 def load_reward(name: str, setting: RewardConfig) -> Reward:
     """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
-    comparison = {"scope": setting.scope, "opponents": setting.opponents}
     if setting.isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
-        options = {**setting.options, **{key: value for key, value in comparison.items() if value is not None}}
-        isolated = Isolated(name, options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {}))
+        isolated = Isolated(
+            name, setting.options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {})
+        )
         return with_frames(name, isolated, setting.frames)
-    return reward_kit.load(name, **{"remote": setting.remote, **comparison, "frames": setting.frames, **setting.options})
+    return reward_kit.load(name, **{"remote": setting.remote, "frames": setting.frames, **setting.options})
 
 
 def reason_not_to_call(name: str, reward: Reward) -> str | None:

@@ -60,7 +60,6 @@ class Remote:
         token: bearer token of the servers; by default the environment variable REWARD_TOKEN, which keeps it out of config files.
         timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
         encoding: send images as float32, or as PNG with 8 bits per channel and a tenth of the size.
-        expected_scope: raise an error if the servers' reward has another scope, see `rewards.scopes`.
 
     Attributes:
         scope: of the servers' reward.
@@ -82,9 +81,9 @@ class Remote:
         timeout: float = 120.0,
         attempts: int = 5,
         encoding: Literal["float", "png"] = "float",
-        expected_scope: str | None = None,
     ) -> None:
-        self.scope, self._known_scope = expected_scope or IMAGE, expected_scope
+        self.scope = IMAGE
+        self._known_scope: str | None = None
         self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
         given = [urls] if isinstance(urls, str) else urls
         self.urls = [self.client.without_credentials(url.rstrip("/")) for url in given]
@@ -257,12 +256,11 @@ class Remote:
         return ""
 
     def _check_scope(self, url: str, scope: str) -> None:
-        """All servers' rewards must see as many images as the first one's, or as many as is asked for."""
+        """All servers' rewards must see as many images as the first one's."""
         if self._known_scope not in (None, scope):
-            name = self.reward or "NAME"
             raise FlowGRPOError(
-                f"{url} serves the reward {name} with scope {scope}, not {self._known_scope}: set the scope where it runs, flow-grpo serve "
-                f"'{name}={{scope: {self._known_scope}}}'."
+                f"{url} serves the reward {self.reward or 'NAME'} with scope {scope}, and another server with scope {self._known_scope}: "
+                "serve the same reward on both."
             )
         self.scope = self._known_scope = scope
 

@@ -18,7 +18,7 @@ def settings(path: str, value) -> dict:
         values["objective"]["anchors"] = [{"to": "base", "weight": 1.0, path.rpartition(".")[2]: value}]
         return values
     section = values
-    *parents, last = path.split(".")
+    *parents, last = path.replace("*", "jpeg_size").split(".")
     for parent in parents:
         section = section.setdefault(parent, {})
     section[last] = value

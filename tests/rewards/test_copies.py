@@ -62,14 +62,14 @@ def signs() -> torch.Tensor:
     return pretrain.images_of([world.parse(prompt) for prompt in PROMPTS]) / 2 + 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"scope": "group"}])
-def test_a_reward_in_place_changes_nothing_for_others(folder, options):
+@pytest.mark.parametrize("scope", ["image", "group"])
+def test_a_reward_in_place_changes_nothing_for_others(folder, scope):
     images, prompts, words = signs(), list(PROMPTS), [{"b": [1]}, {"a": [2]}]
     before = images.clone()
-    group = None if not options else [0, 0]
     for name in ("normalised", "shuffles"):
-        reward = rewards.load(f"{folder}/in_place.py:{name}", **options)
-        rewards.score(name, reward, images, prompts, group, words=words)
+        reward = rewards.load(f"{folder}/in_place.py:{name}")
+        reward.scope = scope
+        rewards.score(name, reward, images, prompts, [0, 0], words=words)
     assert torch.equal(images, before)
     assert prompts == PROMPTS
     assert words == [{"b": [1]}, {"a": [2]}]

@@ -30,14 +30,14 @@ def plain(images, prompts):
     return images.mean((1, 2, 3))
 
 
-def differentiable(function):
+def differentiable(function, scope="image"):
     """The function under the same name with the attribute."""
 
     def reward(*inputs, **metadata):
         return function(*inputs, **metadata)
 
     reward.__signature__ = rewards.scopes.signature(function)
-    reward.differentiable = True
+    reward.differentiable, reward.scope = True, scope
     return reward
 
 
@@ -154,7 +154,7 @@ def of_pil(images, prompts):
     [
         (plain, "has no gradient: take a differentiable one, such as clip"),
         *((object.__new__(kind), "runs in another process.* leave remote and isolate out") for kind in (Remote, Isolated)),
-        (rewards.loading.Scoped(differentiable(plain), "group"), "compares images of a group.*: set scope=image"),
+        (differentiable(plain, scope="group"), "compares images of a group.*: take such a reward"),
         *(
             (differentiable(f), "has the attribute .*without a gradient of the images")
             for f in (detached, in_list, of_parameters, of_pil)
@@ -171,7 +171,7 @@ def test_options_and_settings_keep_the_attribute():
     redness.differentiable = True
     try:
         with_options = rewards.loading._with_options(redness, {"factor": 1})
-        framed = rewards.loading.Scoped(redness, frames=2)
+        framed = rewards.loading.Framed(redness, 2)
         assert with_options.differentiable
         assert framed.differentiable
     finally:

@@ -105,24 +105,26 @@ def test_with_fewer_opponents_all_images_meet_equally_many_others_once(size, opp
     assert len({frozenset(pair) for pair in pairs}) == len(pairs)
 
 
-def test_opponents_and_scope_are_set_where_a_reward_is_loaded(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def wins(first, second, prompts, margin=0.0):\n    return (first.mean((1, 2, 3)) > second.mean((1, 2, 3)) + margin).float()\n"
-    )
-    reward = rewards.load(f"{tmp_path}/mine.py:wins", scope="pair", opponents=2, margin=0.0)
-    pictures = torch.linspace(0, 1, 6).view(6, 1, 1, 1).expand(-1, 3, 2, 2)
-    assert rewards.score("wins", reward, pictures, ["a"] * 6).tolist() == [0, 0.5, 0.5, 0.5, 0.5, 1]
-    assert scopes.scope_of(reward) == "pair"
-    for wrong in ({"scope": "group", "opponents": 2}, {"opponents": 2}, {"scope": "pairs"}):
-        with pytest.raises(ValueError, match=r"is for a reward of scope pair|is none of image, group, pair"):
-            rewards.load(f"{tmp_path}/mine.py:wins", **wrong)
+@pytest.mark.parametrize("parameters", ["first, second, prompts", "first, second, prompts, **metadata"])
+def test_scope_and_opponents_are_no_options_of_a_reward(tmp_path, parameters):
+    (tmp_path / "mine.py").write_text(f"def wins({parameters}):\n    return [1.0] * len(prompts)\n")
+    for key, value in {"scope": "pair", "opponents": 2}.items():
+        with pytest.raises(ValueError, match=f"{key} is no option: set the attribute {key} of its class or function"):
+            rewards.load(f"{tmp_path}/mine.py:wins", **{key: value})
 
 
-@pytest.mark.parametrize(
-    ("settings", "comparisons"),
-    [({}, 12), ({"frames": 1}, 12), ({"scope": "pair"}, 12), ({"opponents": 4}, 24), ({"opponents": 4, "frames": 1}, 24)],
-)
-def test_a_setting_replaces_its_own_attribute_and_no_other(tmp_path, settings, comparisons):
+@pytest.mark.parametrize("opponents", [0, True, "2"])
+def test_opponents_are_a_number_from_1(opponents):
+    def wins(first, second, prompts):
+        return [1.0] * len(prompts)
+
+    wins.scope, wins.opponents = "pair", opponents
+    with pytest.raises(ValueError, match=f"opponents={opponents} of a reward is no number from 1"):
+        rewards.score("wins", wins, images(4), ["a"] * 4)
+
+
+@pytest.mark.parametrize(("settings", "comparisons"), [({}, 12), ({"frames": 1}, 12)])
+def test_a_setting_of_frames_replaces_no_other_attribute(tmp_path, settings, comparisons):
     (tmp_path / "mine.py").write_text(
         "class Few:\n"
         "    scope, opponents, symmetric = 'pair', 2, True\n"
@@ -138,7 +140,7 @@ def test_a_setting_replaces_its_own_attribute_and_no_other(tmp_path, settings, c
     assert len(compared) == comparisons
 
 
-@pytest.mark.parametrize("settings", [{}, {"frames": 1}, {"scope": "group"}])
+@pytest.mark.parametrize("settings", [{}, {"frames": 1}])
 def test_whole_groups_are_scored_in_one_call_whatever_frames_are_seen(tmp_path, settings):
     (tmp_path / "mine.py").write_text(
         "class Whole:\n"
@@ -269,15 +271,8 @@ def test_a_server_gets_whole_groups_whatever_its_batches_and_gives_the_local_val
                 there = Remote(url, name, batch_size=batch_size)
                 assert torch.equal(rewards.score(name, there, *batch), rewards.score(name, local, *batch))
         assert all(len(set(prompts)) == 1 and len(prompts) in (3, 4) for prompts in requests)
-        there = rewards.load("spread", remote=url, scope="group")
-        assert scopes.scope_of(there) == "group"
+        assert scopes.scope_of(rewards.load("spread", remote=url)) == "group"
         assert scopes.scope_of(Remote(url, "mean")) == "image"
-        with pytest.raises(
-            ValueError, match="serves the reward mean with scope image, not pair: set the scope where it runs"
-        ):
-            rewards.load("mean", remote=url, scope="pair")
-        with pytest.raises(ValueError, match="opponents is set where the reward runs"):
-            rewards.load("brighter", remote=url, opponents=2)
         assert httpx.get(f"{url}/health").json()["scopes"] == {"spread": "group", "brighter": "pair", "mean": "image"}
 
 

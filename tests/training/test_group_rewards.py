@@ -5,8 +5,10 @@ import torch
 from support import small_policy as small
 from support.thread_processes import run_as_processes
 
+from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
-from flow_grpo.rewards import WeightedSum
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards import WeightedSum, score
 from flow_grpo.rewards.scopes import scope_of
 from flow_grpo.training.early_checks import check_scope
 from flow_grpo.training.setup import load_reward
@@ -75,25 +77,25 @@ def test_two_processes_score_their_own_groups_to_the_same_values(whole):
         assert experience.metrics["reward"] == pytest.approx(whole[0].metrics["reward"])
 
 
-def test_the_scope_of_a_reward_is_its_own_or_the_configs(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def wins(first, second, prompts):\n    return [0.5] * len(prompts)\nwins.scope = 'pair'\n"
-    )
-    name = f"{tmp_path}/mine.py:wins"
-    assert scope_of(load_reward(name, RewardConfig())) == "pair"
-    assert scope_of(load_reward(name, RewardConfig(scope="group"))) == "group"
-    assert load_reward(name, RewardConfig(opponents=4)).opponents == 4
-    assert scope_of(load_reward("color", RewardConfig())) == "image"
+WINS = """
+def wins(first, second, prompts):
+    return [float(a.mean() > b.mean()) for a, b in zip(first, second)]
+wins.scope, wins.opponents, wins.symmetric = "pair", 2, True
+"""
 
 
-@pytest.mark.parametrize(
-    ("opponents", "more"), [(2, {"scope": "group"}), (2, {"scope": "pair", "remote": "http://10.0.0.1:1"})]
-)
-def test_opponents_without_pairs_here_are_refused(opponents, more):
-    with pytest.raises(
-        ValueError, match=f"opponents={opponents} is for a reward of scope pair, where it runs: (set scope|give it to)"
-    ):
-        RewardConfig(opponents=opponents, **more)
+@pytest.mark.parametrize("settings", [{}, {"isolate": True}, {"frames": 1}])
+def test_scope_and_opponents_are_attributes_wherever_a_reward_runs(tmp_path, settings):
+    (tmp_path / "mine.py").write_text(WINS)
+    reward = load_reward(f"{tmp_path}/mine.py:wins", RewardConfig(**settings))
+    assert scope_of(reward) == "pair"
+    pictures = torch.linspace(0, 1, 6).view(6, 1, 1, 1).expand(-1, 3, 2, 2)
+    assert score("wins", reward, pictures, ["a"] * 6).tolist() == [0, 0.5, 0.5, 0.5, 0.5, 1], "all pairs have other values"
+
+
+def test_a_scope_in_the_config_is_refused_by_the_rewards_name():
+    with pytest.raises(FlowGRPOError, match=r"rewards\.judge\.scope=pair is no longer supported: set the attribute scope"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["rewards={judge: {scope: pair, opponents: 2}}"])
 
 
 def test_an_evaluation_without_groups_is_refused_for_a_reward_that_sees_them():
