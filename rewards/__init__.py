@@ -14,7 +14,7 @@ from flow_grpo.rewards.gradients import RewardGradient, check_differentiable
 from flow_grpo.rewards.images import takes_pil
 from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
 from flow_grpo.rewards.scopes import scope_of
-from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, names_reward, reward_gradient, row_weights, score
+from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, reward_gradient, row_weights, score
 
 __all__ = [
     "REGISTRY",
@@ -28,7 +28,6 @@ __all__ = [
     "load",
     "locate",
     "metric_names",
-    "names_reward",
     "reads_prompts",
     "reward_gradient",
     "row_weights",

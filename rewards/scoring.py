@@ -244,7 +244,7 @@ class WeightedSum:
     Attributes:
         drop_on_error: names of rewards that return NaN when they fail; the others raise.
         drop_messages: one sentence for each failure of such a reward; the caller that reports them clears the list.
-        names: the rewards by the names that prompts may give them, their own ones among them.
+        names: the rewards by the names that prompt sets may give them, their own ones among them.
     """
 
     def __init__(
@@ -294,7 +294,7 @@ class WeightedSum:
     ) -> dict[str, RewardGradient]:
         """The values and gradients of each trained reward by name, without its weight, one reward and its backward pass after another.
 
-        Where a reward of `drop_on_error` failed, and where a prompt does not name the reward, its value is NaN and its gradient 0.
+        Where a reward of `drop_on_error` failed, and where a prompt's set does not name the reward, its value is NaN and its gradient 0.
 
         Args:
             images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1], on any device.
@@ -325,7 +325,7 @@ class WeightedSum:
             check_differentiable(name, self.rewards[name])
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
-        """The weight (B, R) of each trained reward for each image, if prompts name their rewards. FlowGRPOError as of `row_weights`."""
+        """The weight (B, R) of each trained reward for each image, if prompt sets name rewards. FlowGRPOError as of `row_weights`."""
         return row_weights(metadata.get(COLUMN), self.trained_weights, self.names)
 
     @property
@@ -421,46 +421,32 @@ def row_weights(column: list | None, weights: dict[str, float], names: dict[str,
     """The weight (B, R) of each of R trained rewards for each of B images, 0 where it does not score the image; None for all images alike.
 
     Args:
-        column: for each image its rewards: a list of names, a text with commas, or weights by name (None is the reward's own weight).
-            None in place of all that means all rewards.
+        column: for each image the weights of its prompt set's rewards by name (None is the reward's own weight); None in place of
+            them means all rewards.
         weights: the rewards' own weights by name.
-        names: the rewards by the names that a prompt may give them.
+        names: the rewards by the names that a prompt set may give them.
 
     Raises:
-        FlowGRPOError: a prompt names a reward that is not there, or none that has a weight.
+        FlowGRPOError: a prompt set names a reward that is not there, or none that has a weight.
     """
     if column is None or not weights or all(entry is None for entry in column):
         return None
     return torch.tensor([list(_weights_of(entry, weights, names).values()) for entry in column])
 
 
-def _weights_of(entry: Any, weights: dict[str, float], names: dict[str, str]) -> dict[str, float]:
+def _weights_of(entry: dict[str, float | None] | None, weights: dict[str, float], names: dict[str, str]) -> dict[str, float]:
     if entry is None:
         return weights
     selected = dict.fromkeys(weights, 0.0)
-    for name, weight in named(entry).items():
+    for name, weight in entry.items():
         if name not in names:
             raise FlowGRPOError(
-                f"a prompt names the reward {name}, but the run has {', '.join(names)}: add it to `rewards`."
+                f"a prompt set names the reward {name}, but the run has {', '.join(names)}: add it to `rewards`."
             )
         if names[name] in weights:
             selected[names[name]] = weights[names[name]] if weight is None else weight
     if not any(selected.values()):
-        raise FlowGRPOError(f"a prompt names no reward to train on, but {entry!r}: name one of {', '.join(weights)}.")
+        raise FlowGRPOError(
+            f"a prompt set names no reward to train on, but {', '.join(entry) or 'none'}: name one of {', '.join(weights)}."
+        )
     return selected
-
-
-def named(entry: Any) -> dict[str, float | None]:
-    """The rewards that an entry of the column names, and their weights if it has any. FlowGRPOError if it is not such an entry."""
-    if isinstance(entry, str):
-        return {name.strip(): None for name in entry.split(",")}
-    if isinstance(entry, dict):
-        return entry
-    if isinstance(entry, Iterable) and all(isinstance(name, str) for name in entry):
-        return dict.fromkeys(entry)
-    raise FlowGRPOError(f"the column `{COLUMN}` names the rewards of a prompt, so {entry!r} is no entry of it: give names.")
-
-
-def names_reward(entry: Any, name: str) -> bool:
-    """Whether an entry of the column includes the reward of that name. FlowGRPOError as of `named`."""
-    return entry is None or name in named(entry)

@@ -196,8 +196,7 @@ class PromptSetConfig(ConfigSection):
     weight: PositiveFloat = 1.0
     """How often training samples a prompt of this set, against the weights of the others."""
     rewards: dict[str, float | None] | list[str] | None = None
-    """The rewards of its images, of those in the run's `rewards`: their names, or a weight for each; by default all. A column `rewards`
-    of the file names those of a single prompt."""
+    """The rewards of its images, of those in the run's `rewards`: their names, or a weight for each; by default all."""
 
     @property
     def label(self) -> str:

@@ -14,7 +14,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sampling import generator
 from flow_grpo.types import PromptBatch
 
-REWARDS = "rewards"  # metadata of each prompt: its rewards
+REWARDS = "rewards"  # metadata of each prompt: the weights of its set's rewards by name
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ def load_run_prompts(source: Any) -> PromptSet:
     """Load prompts as `load_prompts` does, or the mixture of a list of `PromptSetConfig`.
 
     Raises:
-        FlowGRPOError: as `load_prompts`, or the prompts have a column `prompt_set`.
+        FlowGRPOError: as `load_prompts`, or the prompts have a column `prompt_set` or `rewards`.
     """
     if isinstance(source, PromptMixture):
         return source
     if not (isinstance(source, list) and source and all(isinstance(entry, PromptSetConfig) for entry in source)):
-        return _without_sets(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))
+        return _without_reserved(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))
     labels, weights = [config.label for config in source], [config.weight for config in source]
     return join_sets(labels, [_load_set(config) for config in source], weights)
 
@@ -52,19 +52,22 @@ def join_sets(names: Sequence[str], parts: Sequence[PromptSet], weights: Sequenc
 
 
 def _load_set(config: PromptSetConfig) -> PromptSet:
-    """The prompts of a set, each with the set's name and rewards; a prompt that names rewards of its own keeps them."""
-    loaded = _without_sets(load_prompts(config.file), config.file)
+    """The prompts of a set, each with the set's name and rewards."""
+    loaded = _without_reserved(load_prompts(config.file), config.file)
     rewards = dict.fromkeys(config.rewards) if isinstance(config.rewards, list) else config.rewards
-    metadata = [
-        {**row, SET: config.label, REWARDS: rewards if row.get(REWARDS) is None else row[REWARDS]} for row in loaded.metadata
-    ]
+    metadata = [{**row, SET: config.label, REWARDS: rewards} for row in loaded.metadata]
     return PromptSet(loaded.prompts, metadata, loaded.notes)
 
 
-def _without_sets(loaded: PromptSet, name: str) -> PromptSet:
-    """The prompts themselves. FlowGRPOError if they have the column that only a list of sets may give them."""
+def _without_reserved(loaded: PromptSet, name: str) -> PromptSet:
+    """The prompts themselves. FlowGRPOError if they have a column that only a list of sets may give them."""
     if any(SET in row for row in loaded.metadata):
         raise FlowGRPOError(f"{name} has a column `{SET}`, which is the name of a prompt's set: give it another name.")
+    if any(REWARDS in row for row in loaded.metadata):  # by which 0.4 chose the rewards of each prompt
+        raise FlowGRPOError(
+            f"{name} has a column `{REWARDS}`, by which prompts no longer choose their rewards: give prompts with other rewards as a set, "
+            "prompts=[{file: FILE, rewards: [NAME]}], or give the column another name."
+        )
     return loaded
 
 

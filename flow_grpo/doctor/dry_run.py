@@ -217,7 +217,7 @@ def check_rewards(
     """
     monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
     names = reward_kit.metric_names(args.rewards)
-    reward_kit.row_weights(  # raises if a prompt names a reward that is not there
+    reward_kit.row_weights(  # raises if a set names a reward that is not there
         None if prompts is None else prompts.repeat(1).metadata_columns().get("rewards"),
         {names[name]: setting.weight for name, setting in args.rewards.items() if setting.weight},
         {**{name: name for name in names.values()}, **names},
@@ -295,6 +295,7 @@ def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: 
 
 
 def _rows_of(name: str, prompts: PromptSet) -> list[int]:
-    """The prompts whose images the reward scores, as far as they name their rewards; all if no prompt names this one."""
-    own = [i for i, row in enumerate(prompts.metadata) if reward_kit.names_reward(row.get("rewards"), name)]
+    """The prompts whose images the reward scores, as far as their set names rewards; all if no set names this one."""
+    named = [row.get("rewards") for row in prompts.metadata]
+    own = [i for i, rewards in enumerate(named) if rewards is None or name in rewards]
     return own or list(range(len(prompts)))

@@ -22,7 +22,7 @@ class RewardChecks:
     """What the rewards that could score the images returned, and the results.
 
     Attributes:
-        rows: the images that each reward was called with, if prompts name their rewards.
+        rows: the images that each reward was called with, if prompt sets name rewards.
     """
 
     calls: dict[str, RewardCall]
@@ -90,7 +90,7 @@ def check_rewards(
 
 
 def scored_rows(rewards: WeightedSum, inputs: RewardInputs) -> dict[str, list[int]]:
-    """The rows of the images that each trained reward scores; empty if prompts do not name their rewards."""
+    """The rows of the images that each trained reward scores; empty if no prompt set names rewards."""
     weights = rewards.row_weights(inputs.columns)
     if weights is None:
         return {}

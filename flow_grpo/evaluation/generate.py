@@ -120,7 +120,7 @@ def evaluate(
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
         by_process = processes.gather_or_raise(score, (FlowGRPOError, Interrupted))
     values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
-    if rewards.row_weights(prompts.repeat(1).metadata_columns()) is not None:  # without rewards that no prompt names
+    if rewards.row_weights(prompts.repeat(1).metadata_columns()) is not None:  # without rewards that no set names
         values = {name: v for name, v in values.items() if name == "reward" or not v.isnan().all()}
     differences = rms_difference(images[: len(second_images)], second_images)
     image_stats = processes.all_gather((high_frequency_power(images), differences))

@@ -64,17 +64,17 @@ class GroupAdvantages:
         by_reward, weights = self.trained_rewards(batch, scores.by_name)
         for prompt_set, in_set in (rows_by_set(batch.metadata) or {"": scored}).items():
             rows = in_set & scored
-            for part in _split_by_weights(rows, weights):  # rewards of two kinds have no common scale
-                advantage[part], has_loss[part] = self._compare(batch, scores, part)
-            if rows.any():
-                metrics |= contribution_metrics(
-                    list(self.rewards.trained_weights),
-                    by_reward[rows],
-                    _of_rows(weights, rows),
-                    batch.group[rows],
-                    method=self.method,
-                    prompt_set=prompt_set,
-                )
+            if not rows.any():
+                continue
+            advantage[rows], has_loss[rows] = self._compare(batch, scores, rows)
+            metrics |= contribution_metrics(
+                list(self.rewards.trained_weights),
+                by_reward[rows],
+                weights if weights.ndim == 1 else weights[rows],
+                batch.group[rows],
+                method=self.method,
+                prompt_set=prompt_set,
+            )
         if self.args.trains_on_zero_std_groups:
             has_loss = scored
         elif self.args.objective.needs.rows != "all":  # images are selected of groups in which the sum differs
@@ -88,7 +88,7 @@ class GroupAdvantages:
         return scored, scored & advantages.has_signal(compared.nan_to_num(), batch.group)
 
     def trained_rewards(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The trained rewards (B, R) and their weights (R,), or (B, R) if prompts name the rewards.
+        """The trained rewards (B, R) and their weights (R,), or (B, R) if prompt sets name the rewards.
 
         A reward that does not score a group is 0 there, and so is its weight.
         """
@@ -157,18 +157,6 @@ def explain_small_share(share: dict[str, float], method: str | Callable[..., Ten
     return f"{smallest} has almost no effect, {percent} of the advantage: raise its weight{gdpo}."
 
 
-def _split_by_weights(rows: Tensor, weights: Tensor) -> list[Tensor]:
-    """`rows` (B,) bool in parts whose prompts weigh the rewards equally; weights is (B, R), or (R,) if all prompts do."""
-    if weights.ndim == 1:
-        return [rows] if rows.any() else []
-    return [rows & (weights == of_part).all(1) for of_part in weights[rows].unique(dim=0)]
-
-
-def _of_rows(weights: Tensor, rows: Tensor) -> Tensor:
-    """The weights (n, R) of n rows, or (R,) if all rows have the same."""
-    return weights if weights.ndim == 1 else weights[rows]
-
-
 def scored_rows(reward: Float[Tensor, " B"], group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
     """The rows of groups in which every reward is a number."""
     incomplete = group[~torch.isfinite(reward)].unique()
@@ -190,7 +178,7 @@ def reward_metrics(batch: PromptBatch, scores: Scores, informative: Bool[Tensor,
         metrics |= {f"reward/{name}": values.mean().item() for name, values in sets.items() if len(values)}
         means = {f"rewards/{name}/mean": v[scored].nanmean().item() for name, v in scores.by_name.items()}
         some_name_rewards = any(row.get(COLUMN) is not None for row in batch.metadata)
-        metrics |= {  # without a reward that no prompt of this step names
+        metrics |= {  # without a reward that no set of this step names
             name: mean for name, mean in means.items() if not (some_name_rewards and math.isnan(mean))
         }
     return metrics

@@ -114,7 +114,7 @@ class EndpointGradients:
 
 
 def weights_of_rows(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tensor]:
-    """The weight (B,) of each trained reward for each image, 0 where the prompt does not name it."""
+    """The weight (B,) of each trained reward for each image, 0 where the prompt's set does not name it."""
     of_rows = rewards.row_weights(batch.metadata_columns())
     if of_rows is None:
         return {name: torch.full((len(batch.prompts),), weight) for name, weight in rewards.trained_weights.items()}

@@ -268,9 +268,7 @@ def build_run(
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
     for prompt_set in (train_set, eval_set or train_set):
-        eval_rewards.row_weights(
-            prompt_set.repeat(1).metadata_columns()
-        )  # raises if a prompt names a reward that is not there
+        eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())  # raises if a set names a reward that is not there
     rewards = eval_rewards.subset(trained)
     args = args.model_copy(
         update={"rewards": recorded_rewards(args, reward_funcs), **recorded_prompts(args, prompts, held_out)}

@@ -86,7 +86,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn():
 
 def files(tmp_path: Path) -> list[PromptSetConfig]:
     (tmp_path / "signs.txt").write_text("a red fox\na blue owl\n")
-    rows = [{"prompt": "two cats", "count": 2}, {"prompt": "a dog", "count": 1, "rewards": ["color"]}]
+    rows = [{"prompt": "two cats", "count": 2}, {"prompt": "a dog", "count": 1}]
     (tmp_path / "counts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return [
         PromptSetConfig(file=f"{tmp_path}/signs.txt", rewards=["ocr"]),
@@ -98,7 +98,7 @@ def test_each_prompt_knows_its_set_and_its_rewards(tmp_path):
     loaded = load_run_prompts(files(tmp_path))
     assert loaded.prompts == ["a red fox", "a blue owl", "two cats", "a dog"]
     assert [row["prompt_set"] for row in loaded.metadata] == ["signs", "signs", "objects", "objects"]
-    assert [row["rewards"] for row in loaded.metadata] == [{"ocr": None}, {"ocr": None}, {"geneval": 0.5}, ["color"]]
+    assert [row["rewards"] for row in loaded.metadata] == [{"ocr": None}, {"ocr": None}, {"geneval": 0.5}, {"geneval": 0.5}]
     assert loaded.metadata[2]["count"] == 2
     assert loaded.head(1).prompts == ["a red fox", "two cats"], "of each set"
     assert load_run_prompts(["a list", "as before"]).prompts == ["a list", "as before"]
@@ -120,6 +120,14 @@ def test_that_column_is_refused_of_prompts_without_sets_too_since_rows_without_a
         load_run_prompts(PromptSet(["a"], [{"prompt_set": None}]))
     loaded = mixture()
     assert load_run_prompts(loaded) is loaded
+
+
+@pytest.mark.parametrize("in_a_set", [True, False])
+def test_a_column_by_which_a_prompt_chose_its_rewards_is_refused(tmp_path, in_a_set):
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a", "rewards": ["ocr"]}\n{"prompt": "b"}\n')
+    source = [PromptSetConfig(file=f"{tmp_path}/x.jsonl")] if in_a_set else f"{tmp_path}/x.jsonl"
+    with pytest.raises(ValueError, match=r"x\.jsonl has a column `rewards`, by which prompts no longer choose .* as a set"):
+        load_run_prompts(source)
 
 
 def test_a_set_that_may_run_out_within_a_step_is_refused():

@@ -74,7 +74,7 @@ def broken(images, prompts):
 
 def test_where_prompts_name_rewards_and_all_were_dropped_the_sum_has_no_numbers():
     policy, prompts = small.policy(), small.PROMPTS.head(2)
-    naming = type(prompts)(prompts.prompts, [{"rewards": ["broken"]}] * 2)
+    naming = type(prompts)(prompts.prompts, [{"rewards": {"broken": None}}] * 2)
     kit = WeightedSum({"broken": broken, "brightness": brightness}, {"broken": 1.0, "brightness": 1.0}, ["broken"])
     evaluation = evaluate(policy, naming, kit, base=policy.base_model, steps=2, seed=7, num_kept_images=2)
     assert list(evaluation.values) == ["reward"]

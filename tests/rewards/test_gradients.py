@@ -83,9 +83,10 @@ def test_frames_of_a_video_share_the_gradient():
     torch.testing.assert_close(gradient[:, 0], torch.full((2, 3, 4, 5), 1 / 120))
 
 
-def test_a_prompt_that_does_not_name_a_reward_has_gradient_zero():
+def test_a_prompt_whose_set_does_not_name_a_reward_has_gradient_zero():
     chosen = total(redness=differentiable(redness), plain=differentiable(plain), other=differentiable(plain))
-    result = chosen.gradients(IMAGES, PROMPTS, RHO, rewards=["redness", "plain", "redness,plain"])
+    own_rewards = [["redness"], ["plain"], ["redness", "plain"]]
+    result = chosen.gradients(IMAGES, PROMPTS, RHO, rewards=[dict.fromkeys(own) for own in own_rewards])
     assert result["redness"].value.isnan().tolist() == [False, True, False]
     assert result["redness"].gradient.flatten(1).any(1).tolist() == [True, False, True]
     assert result["plain"].fall.isnan().tolist() == [True, False, False]

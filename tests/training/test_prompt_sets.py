@@ -19,7 +19,7 @@ from flow_grpo.training.group_advantages import contribution_metrics
 BRIGHT = small.PromptSet(["a cat", "a dog", "a sun", "a owl"], [{"prompt_set": "bright", "rewards": {"mean": None}}] * 4)
 SHARP = small.PromptSet(
     ["a tree", "a boat", "a cat", "a dog"],
-    [{"prompt_set": "sharp", "rewards": {"detail": 3.0, "mean": 0.5}}] * 3 + [{"prompt_set": "sharp", "rewards": "detail"}],
+    [{"prompt_set": "sharp", "rewards": {"detail": 3.0, "mean": 0.5}}] * 4,
 )
 MIXTURE = join_sets(["bright", "sharp"], [BRIGHT, SHARP], [1.0, 1.0])
 CALLS: list[str] = []
@@ -32,10 +32,6 @@ def mean(images, prompts):
 def detail(images, prompts, prompt_set):
     CALLS.extend(prompt_set)
     return 100 * images.diff(dim=-1).abs().mean((1, 2, 3))
-
-
-def detail_without_sets(images, prompts):
-    return detail(images, prompts, [])
 
 
 def measured(images, prompts):
@@ -66,8 +62,7 @@ def by_hand(step) -> torch.Tensor:
     total = []
     for row, image in zip(experience.batch.metadata, images, strict=True):
         values = {"mean": mean(image[None], [""]), "detail": detail(image[None], [""], [])}
-        own = {"detail": 1.0} if row["rewards"] == "detail" else row["rewards"]
-        total.append(sum((1.0 if weight is None else weight) * values[name] for name, weight in own.items()))
+        total.append(sum((weight or 1.0) * values[name] for name, weight in row["rewards"].items()))
     return torch.cat(total)
 
 
@@ -92,35 +87,20 @@ def test_a_reward_that_does_not_score_an_image_is_none_that_was_dropped(step):
     assert "advantage/share/bright/mean" not in experience.metrics, "it has one reward"
 
 
-@pytest.mark.parametrize("of_sets", [True, False])
-def test_a_reward_that_no_prompt_of_a_step_names_is_no_metric_of_it(of_sets):
-    """Whether prompts name their rewards in sets, or in a column of a single file."""
-    prompts = join_sets(["bright", "sharp"], [BRIGHT, SHARP], [1.0, 1e-12])
-    if not of_sets:
-        prompts = small.PromptSet(BRIGHT.prompts, [{"rewards": "mean"}] * 4)
-    metrics = collect(prompts=prompts)[1].metrics
+def test_a_reward_that_no_set_of_a_step_names_is_no_metric_of_it():
+    metrics = collect(prompts=join_sets(["bright", "sharp"], [BRIGHT, SHARP], [1.0, 1e-12]))[1].metrics
     assert {"rewards/mean/mean", "rewards/measured/mean"} <= metrics.keys()
     assert "rewards/detail/mean" not in metrics
     assert not [name for name, value in metrics.items() if math.isnan(value)]
 
 
-@pytest.mark.parametrize("of_sets", [True, False])
 @pytest.mark.parametrize("advantage", ["batch_std", "reinforce_pp", "gdpo", "grpo"])
-def test_advantages_are_normalised_over_prompts_with_the_same_rewards(step, advantage, of_sets):
-    """Whether the rewards are those of prompt sets, or of a column of a single file."""
-    first, *_ = step
-    prompts = MIXTURE
-    if not of_sets:  # the same four prompts in any order, so each group is one of `step`, from other noise
-        prompts = small.PromptSet(
-            first.batch.prompts[::3], [{"rewards": row["rewards"]} for row in first.batch.metadata[::3]]
-        )
-    rolls, experience = collect(advantage=advantage, prompts=prompts, detail=detail_without_sets)
+def test_advantages_are_normalised_over_the_prompts_of_a_set(advantage):
+    rolls, experience = collect(advantage=advantage)
     images = rolls.policy.decode(experience.trajectory.final, 6)
-    own_rewards = [str(row["rewards"]) for row in experience.batch.metadata]
-    kinds = [torch.tensor([other == one for other in own_rewards]) for one in sorted(set(own_rewards))]
-    assert len(kinds) == 3, "one set has all of a kind, the other two kinds"
+    sharp = torch.tensor([row["prompt_set"] == "sharp" for row in experience.batch.metadata])
     total, expected = by_hand((experience, images, None)), torch.zeros(12)
-    for rows in kinds:
+    for rows in (sharp, ~sharp):
         own, groups = total[rows], experience.batch.group[rows]
         group_mean = torch.stack([own[groups == g].mean() for g in groups])
         group_std = torch.stack([own[groups == g].std(correction=0) for g in groups])
@@ -142,7 +122,7 @@ def gdpo_by_hand(experience, images, rows) -> torch.Tensor:
         for g in experience.batch.group.unique():
             members = experience.batch.group == g
             own = experience.batch.metadata[int(members.nonzero()[0])]["rewards"]
-            weight = {"detail": 1.0}.get(name, 0.0) if own == "detail" else 0.0 if name not in own else own[name] or 1.0
+            weight = 0.0 if name not in own else own[name] or 1.0
             total[members] += weight * (value[members] - value[members].mean()) / (value[members].std(correction=0) + 1e-4)
     return (total[rows] - total[rows].mean()) / (total[rows].std(correction=0) + 1e-4)
 
@@ -170,13 +150,12 @@ def test_a_reward_that_fails_drops_the_images_that_it_should_have_scored(step):
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        ("clip", "a prompt names the reward clip, but the run has mean, detail, measured: add it to `rewards`"),
-        (["measured"], r"a prompt names no reward to train on, but \['measured'\]: name one of mean, detail"),
-        (3, "the column `rewards` names the rewards of a prompt, so 3 is no entry of it: give names"),
+        ("clip", "a prompt set names the reward clip, but the run has mean, detail, measured: add it to `rewards`"),
+        ("measured", r"a prompt set names no reward to train on, but measured: name one of mean, detail"),
     ],
 )
-def test_a_prompt_may_name_only_rewards_of_the_run(own, words):
-    prompts = small.PromptSet(small.PROMPTS.prompts, [{"rewards": own}] * 6)
+def test_a_set_may_name_only_rewards_of_the_run(own, words):
+    prompts = small.PromptSet(small.PROMPTS.prompts, [{"rewards": {own: None}}] * 6)
     with pytest.raises(ValueError, match=words):
         collect(prompts=prompts)
 
@@ -247,7 +226,7 @@ def test_a_reward_that_no_held_out_set_has_is_no_metric(tmp_path):
 def test_a_set_that_names_an_unknown_reward_is_refused_before_the_run(tmp_path):
     (tmp_path / "signs.txt").write_text("a cat\na dog\n")
     args = small.settings(prompts=[{"file": f"{tmp_path}/signs.txt", "rewards": ["clip"]}], output_dir=f"{tmp_path}/run")
-    with pytest.raises(ValueError, match="a prompt names the reward clip, but the run has mean: add it to `rewards`"):
+    with pytest.raises(ValueError, match="a prompt set names the reward clip, but the run has mean: add it to `rewards`"):
         FlowGRPOTrainer(small.policy(), [mean], args)
 
 

@@ -10,6 +10,7 @@ from support.run_contents import MEASURED
 
 from flow_grpo import objectives, sampling
 from flow_grpo.config.objective import Draft, FlowBp, Refl
+from flow_grpo.data.prompt_mixture import join_sets
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.reward_gradients import predicted_image
@@ -256,13 +257,16 @@ def test_a_group_whose_reward_failed_is_left_out():
     assert experience.rows.tolist() == [3, 4, 5]
 
 
-def test_each_prompt_is_trained_by_the_rewards_that_it_names():
-    names = [{"rewards": {"redness": None}}, {"rewards": {"detail": 2.0}}]
-    prompts = small.PromptSet(["a cat", "a dog"], names)
-    run = FlowGRPOTrainer(small.policy(), [redness, detail], settings("flowbp"), prompts)
+def test_each_prompt_is_trained_by_the_rewards_of_its_set():
+    own = {"cats": {"redness": None}, "dogs": {"detail": 2.0}}
+    metadata = {name: {"prompt_set": name, "rewards": rewards} for name, rewards in own.items()}
+    sets = [small.PromptSet([f"{name} {i}" for i in range(2)], [row] * 2) for name, row in metadata.items()]
+    prompts = join_sets(list(own), sets, [1.0, 1.0])
+    run = FlowGRPOTrainer(small.policy(), [redness, detail], settings("flowbp", seed=2), prompts)
     experience = run.experience()
     gradient = experience.trajectory.gradient_states.gradient
-    of_cat = torch.tensor([prompt == "a cat" for prompt in experience.batch.prompts])
+    of_cat = torch.tensor([row["prompt_set"] == "cats" for row in experience.batch.metadata])
+    assert len(of_cat.unique()) == 2
     assert not gradient["redness"][~of_cat].any()
     assert not gradient["detail"][of_cat].any()
     values = experience.scores.by_name
