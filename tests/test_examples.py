@@ -1,6 +1,7 @@
 """Each example does what its docstring says, run by the commands in it."""
 
 import ast
+import importlib
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ from support.paths import ROOT
 
 from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer, rewards
 from flow_grpo.run_folder.metrics_file import read_metrics
+from flow_grpo.sde import TRANSITIONS
 
 
 @pytest.fixture
@@ -76,6 +78,33 @@ def test_the_custom_advantage_is_the_sign_within_the_group():
     better = rewards.locate("advantage", f"{ROOT / 'examples/custom_objective.py'}:better_than_average")
     reward, group = torch.tensor([1.0, 9.0, 5.0, 5.0, 0.0, 3.0]), torch.tensor([0, 1, 0, 1, 0, 1])
     assert better(reward, group).tolist() == [-1, 1, 1, -1, -1, -1]
+
+
+@pytest.fixture
+def own_transition(monkeypatch):
+    """The example, whose row is removed from the table again."""
+    monkeypatch.setitem(TRANSITIONS, "sigma_sde", None)
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    sys.modules.pop("own_transition", None)
+    return importlib.import_module("own_transition")
+
+
+def test_the_own_transition_keeps_the_noise_of_the_path(own_transition):
+    """For an image of zeros, whose velocity is known, up to the square of the step."""
+    sigma, sigma_next = torch.tensor(0.6), torch.tensor(0.599)
+    x = torch.tensor([[sigma]])
+    mean, std = own_transition.sigma_sde(x, x / sigma, sigma, sigma_next, 1.0, None)
+    assert (mean**2 + std**2).item() == pytest.approx(sigma_next.item() ** 2, rel=1e-5)
+    assert std > 0.01
+
+
+def test_the_own_transition_trains(own_transition, tmp_path):
+    window = "{schedule: all, first_step: 0, last_step: 3}"  # with the step to sigma = 0
+    sizes = ["sampling.steps=4", "prompts_per_step=2", "images_per_prompt=2", "microbatch=4", "lora={rank: 4, alpha: 8}"]
+    settings = [*sizes, f"objective.window={window}", "rewards=[jpeg_size]", "dtype=fp32", f"output_dir={tmp_path}"]
+    metrics = own_transition.trainer(*settings).training_step()
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert metrics["grad_norm"] > 0
 
 
 @pytest.mark.slow
