@@ -146,7 +146,6 @@ class FlowGRPOTrainer:
             scores = stage.sampler.gather_scores(futures, batch.group)
         with self.policy.meter.phase("advantage"):
             compared = stage.compare(batch, trajectory, scores)
-        self.prompt_sampler.observe(batch.take(compared.scored.nonzero()[:, 0]), scores.total[compared.scored])
         return experience_of(
             batch, trajectory, scores, compared, rows_of=args.objective.needs.rows, processes=self.processes
         )

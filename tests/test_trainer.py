@@ -154,7 +154,6 @@ RICH = {
     "sampling": {"window": {"schedule": "random", "size": 2}},
     "objective": {"clip_low": "auto", "clip_high": "auto"},
     "epochs": 2,
-    "prompt_weights": "variance",
 }
 PPO = {"objective": {"name": "ppo", "critic": {"lr": 0.01, "width": 8}}, "sampling": {"window": {"schedule": "all"}}}
 
@@ -433,7 +432,6 @@ def test_a_checkpoint_holds_all_that_the_next_steps_depend_on(tmp_path, name, st
     if name == "rich":
         assert one["memory"]["microbatch"] == 6
         assert one["memory"]["clip"]
-        assert one["memory"]["prompts"]["variance"]
 
 
 def test_a_checkpoint_between_two_stages_belongs_to_the_one_that_has_ended(tmp_path):
@@ -780,13 +778,11 @@ def test_settings_name_what_is_not_given(tmp_path):
         prompts=str(tmp_path / "train.txt"),
         rewards={"jpeg_size": 2.0},
         evaluation=evaluation,
-        prompt_weights="variance",
     )
     trainer = FlowGRPOTrainer(small.policy(), args=args)
     assert trainer.train_set.prompts == ["a cat", "a dog", "a sun"]
     assert trainer.eval_set.prompts == ["a moon"]
     assert trainer.rewards.weights["jpeg_size"] == 2.0
-    assert trainer.prompt_sampler.by_variance
     assert trainer.prompt_sampler.seed == 0
 
 

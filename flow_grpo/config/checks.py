@@ -37,15 +37,6 @@ def check_total_steps(args: RunSettings, total: int) -> None:
         )
 
 
-def check_curriculum(args: RunSettings, stages: Iterable[RunSettings]) -> None:
-    """Raise FlowGRPOError if prompts are to be weighted in a run whose stages all train on given images."""
-    if args.prompt_weights != "uniform" and all(stage.dataset is not None for stage in stages):
-        raise FlowGRPOError(
-            f"prompt_weights={args.prompt_weights} with objective.dataset: given images have prompts of their own, which are not "
-            "weighted; set prompt_weights=uniform."
-        )
-
-
 def check_sizes(args: RunSettings) -> None:
     """Raise FlowGRPOError if the sizes of a step do not fit together."""
     rows = args.prompts_per_step * args.images_per_prompt

@@ -33,11 +33,11 @@ RESET = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
 WINDOW = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
 FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
 ATTRIBUTE = "set the attribute {} of the reward's class or function, or of judge options.{}"
-CURRICULUM = "set prompt_weights=variance, by which prompts whose rewards are equal are sampled less often"
+UNIFORM = "remove it: at the same number of images, scenes were learned as well without it (dev/LOG.md)"
 GRAPHS = "it was never measured on a GPU; set memory.compile=true, which was (docs/performance.md)"
 RETIRED = [
-    Retired("dynamic_sampling_rounds", 0, CURRICULUM),
-    Retired("prompt_skipping.patience", 0, CURRICULUM),
+    Retired("dynamic_sampling_rounds", 0, UNIFORM),
+    Retired("prompt_skipping.patience", 0, UNIFORM),
     Retired(
         "objective.name",
         None,

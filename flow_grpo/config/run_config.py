@@ -66,7 +66,6 @@ class FlowGRPOConfig(RunSettings):
         checks.check_trackers(self.trackers)
         checks.check_prompt_sets(self)
         parts = [stage for _, stage in self.resolved_stages()]  # each stage is checked as it is built
-        checks.check_curriculum(self, parts)
         if self.stages:
             total = sum(stage.steps for stage in parts)
             checks.check_total_steps(self, total)
@@ -84,7 +83,7 @@ class FlowGRPOConfig(RunSettings):
         """The training step at which each stage begins, and its settings. Without `stages`, the run itself."""
         if not self.stages:
             return [(0, self._with_fitting_microbatch())]
-        base, stages, start = self.model_dump(exclude={"stages", "prompt_weights"}), [], 0  # weights are the whole run's
+        base, stages, start = self.model_dump(exclude={"stages"}), [], 0
         base["objective"] = {"name": self.objective.name, **self.objective.model_dump(exclude_unset=True)}
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)

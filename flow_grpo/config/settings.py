@@ -65,9 +65,6 @@ class RunSettings(ConfigSection):
     """Optimizer steps on a rollout; each takes an equal share of its prompts."""
     epochs: Annotated[int, Field(gt=0, le=1000)] = 1
     """Passes over each rollout."""
-    prompt_weights: Literal["uniform", "variance"] = "uniform"
-    """How often a prompt is sampled: all equally, or by the variance of its group's rewards, since equal rewards teach nothing (CGPO,
-    arXiv 2605.17807)."""
 
     sampling: SamplingConfig = SamplingConfig()
     objective: SerializeAsAny[Objective] = Field(default_factory=lambda: read_objective({}))

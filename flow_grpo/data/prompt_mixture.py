@@ -6,7 +6,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flow_grpo.config.sections import PromptSetConfig
 from flow_grpo.data.prompts import SET, PromptSampler, PromptSet, load_prompts
@@ -80,10 +79,10 @@ class MixedPromptSampler(PromptSampler):
         FlowGRPOError: on sampling more prompts at once than a set has.
     """
 
-    def __init__(self, prompts: PromptMixture, seed: int, by_variance: bool = False) -> None:
-        super().__init__(prompts, seed, by_variance)
+    def __init__(self, prompts: PromptMixture, seed: int) -> None:
+        super().__init__(prompts, seed)
         self.names, self.parts, self.weights = prompts.names, prompts.parts, prompts.weights
-        self.samplers = [PromptSampler(part, seed, by_variance) for part in prompts.parts]
+        self.samplers = [PromptSampler(part, seed) for part in prompts.parts]
         self.starts = [0, *accumulate(len(part) for part in prompts.parts)]
 
     def sample(self, step: int, prompts: int, images: int) -> PromptBatch:
@@ -103,12 +102,6 @@ class MixedPromptSampler(PromptSampler):
         }
         return self.prompts.take([self.starts[number] + next(indices[number]) for number in chosen], images)
 
-    def observe(self, batch: PromptBatch, reward: Tensor) -> None:
-        """Record the variance of the rewards (B,) of whole groups."""
-        for name, sampler in zip(self.names, self.samplers, strict=True):
-            rows = torch.tensor([i for i, row in enumerate(batch.metadata) if row[SET] == name], dtype=torch.long)
-            sampler.observe(batch.take(rows), reward[rows])
-
     def state_dict(self) -> dict:
         return {name: sampler.state_dict() for name, sampler in zip(self.names, self.samplers, strict=True)}
 
@@ -117,8 +110,8 @@ class MixedPromptSampler(PromptSampler):
             sampler.load_state_dict(state[name])
 
 
-def sampler_of(prompts: PromptSet, seed: int, by_variance: bool = False) -> PromptSampler:
+def sampler_of(prompts: PromptSet, seed: int) -> PromptSampler:
     """A sampler of the prompts of training steps, or of several sets of them."""
     if isinstance(prompts, PromptMixture):
-        return MixedPromptSampler(prompts, seed, by_variance)
-    return PromptSampler(prompts, seed, by_variance)
+        return MixedPromptSampler(prompts, seed)
+    return PromptSampler(prompts, seed)

@@ -75,23 +75,14 @@ def _as_text(value: object) -> str:
 
 
 class PromptSampler:
-    """Samples the prompts of training steps: shuffled epochs, of which a curriculum passes over prompts that teach little.
+    """Samples the prompts of training steps: shuffled epochs.
 
-    Every epoch is a permutation drawn from (seed, epoch); prompts that don't fill a last step are left out of it. The curriculum is
-    CGPO's (arXiv 2605.17807): a prompt is taken with a probability that grows with the variance of its group's rewards, from 0.1 to 1
-    between the least and the greatest variance seen; a prompt that was not sampled yet is always taken. The paper's cap of the variance
-    at 0.6 is left out, since it depends on the scale of the rewards.
-
-    Args:
-        by_variance: whether there is a curriculum.
+    Every epoch is a permutation drawn from (seed, epoch); prompts that don't fill a last step are left out of it.
     """
 
-    MIN_PROBABILITY = 0.1
-
-    def __init__(self, prompts: PromptSet, seed: int, by_variance: bool = False) -> None:
-        self.prompts, self.seed, self.by_variance = prompts, seed, by_variance
+    def __init__(self, prompts: PromptSet, seed: int) -> None:
+        self.prompts, self.seed = prompts, seed
         self.epoch, self.position = 0, 0  # the position of the next prompt in the epoch's order
-        self.variance: dict[str, float] = {}  # of the rewards of a prompt's groups, by its key; older ones count half
 
     def sample(self, step: int, prompts: int, images: int) -> PromptBatch:
         """Sample `prompts` different prompts with `images` images each."""
@@ -101,50 +92,19 @@ class PromptSampler:
         """The indices of `prompts` different prompts."""
         if prompts > len(self.prompts):
             raise FlowGRPOError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
-        order, taken = self._rest_of_epoch()
-        if len(taken) < prompts:
+        if self.position + prompts > len(self.prompts):
             self.epoch, self.position = self.epoch + 1, 0
-            order, taken = self._rest_of_epoch()
-        if len(taken) < prompts:  # nearly all are passed over: take the next ones
-            taken = sorted([*taken, *[p for p in range(len(order)) if p not in set(taken)][: prompts - len(taken)]])
-        positions = taken[:prompts]
-        self.position = positions[-1] + 1
-        return [order[position] for position in positions]
-
-    def observe(self, batch: PromptBatch, reward: Tensor) -> None:
-        """Record the variance of the rewards (B,) of whole groups."""
-        if not self.by_variance:
-            return
-        for group in batch.group.unique().tolist():
-            rows = (batch.group == group).nonzero()[:, 0]
-            key, variance = prompt_key(batch.prompts[int(rows[0])]), reward[rows].var(correction=0).item()
-            self.variance[key] = (self.variance.get(key, variance) + variance) / 2
+        order = torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
+        first, self.position = self.position, self.position + prompts
+        return order[first : self.position]
 
     def state_dict(self) -> dict:
-        """What the sampler has observed, for a checkpoint."""
-        # keys as in checkpoints of flow-grpo 0.3
-        return {"epoch": self.epoch, "place": self.position, "variance": dict(self.variance)}
+        """Where the sampler is, for a checkpoint."""
+        return {"epoch": self.epoch, "place": self.position}  # keys as in checkpoints of flow-grpo 0.3
 
     def load_state_dict(self, state: dict) -> None:
         """Restore what `state_dict` returned."""
         self.epoch, self.position = state["epoch"], state["place"]
-        self.variance = dict(state.get("variance", {}))  # which checkpoints of 0.4 have not
-
-    def _rest_of_epoch(self) -> tuple[list[int], list[int]]:
-        """This epoch's order of the prompts, and its positions that are still to come and taken."""
-        order = torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()
-        if not self.variance:
-            return order, list(range(self.position, len(order)))
-        draws = torch.rand(len(order), generator=generator(self.seed, "curriculum", self.epoch)).tolist()
-        least, greatest = min(self.variance.values()), max(self.variance.values())
-
-        def is_taken(position: int) -> bool:
-            variance = self.variance.get(prompt_key(self.prompts.prompts[order[position]]))
-            if variance is None or least == greatest:
-                return True
-            return draws[position] < max(self.MIN_PROBABILITY, (variance - least) / (greatest - least))
-
-        return order, [position for position in range(self.position, len(order)) if is_taken(position)]
 
 
 def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:

@@ -158,16 +158,13 @@ def _advice_on_zero_std(has_signal: Tensor, reward: Tensor, stepwise: bool) -> s
     if reward.min() == reward.max():
         return "all images have the same reward: see its values."
     if (constant == reward.max()).float().mean() > 0.5:
-        return (
-            "most of them have the highest reward: use harder prompts or a stricter reward, or sample such prompts less "
-            "often (prompt_weights=variance)."
-        )
+        return "most of them have the highest reward: use harder prompts or a stricter reward."
     if (constant == reward.min()).float().mean() > 0.5:
         return "most of them have the lowest reward: use easier prompts, or fine-tune the model first (`stages`)."
     if not has_signal.any():
         return "the images of each prompt have the same reward: see its std within groups."
-    noise = " a higher noise_level," if stepwise else ""
-    return f"set more images_per_prompt,{noise} or prompt_weights=variance, which samples other prompts."
+    noise = ", or a higher noise_level" if stepwise else ""
+    return f"set more images_per_prompt{noise}."
 
 
 def reward_shares(share: dict[str, float], method: str | Callable[..., Tensor]) -> CheckResult:

@@ -299,7 +299,7 @@ def build_run(
         policy=policy,
         train_set=train_set,
         eval_set=eval_set,
-        prompt_sampler=sampler_of(train_set, args.seed, args.prompt_weights == "variance"),
+        prompt_sampler=sampler_of(train_set, args.seed),
         eval_rewards=eval_rewards,
         rewards=rewards,
         warnings=few_step_warnings(args)

@@ -35,7 +35,6 @@ RUNS = {  # settings over tests/conftest.py:short_run, of runs whose checkpoints
     "grpo, two updates, auto clip": ["updates=2", "objective={name: grpo, clip_low: auto, clip_high: auto}"],
     "grpo, random window": ["objective.window={schedule: random, size: 1}"],
     "grpo, resampling and prompt skipping": [
-        "prompt_weights=variance",
         "prompts_per_step=3",
         "microbatch=12",
     ],

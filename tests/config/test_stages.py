@@ -32,12 +32,3 @@ def test_the_config_of_a_run_with_stages_loads_again_with_other_stages_too(tmp_p
     assert FlowGRPOConfig.from_yaml(file, ["steps=2", "stages=[{steps: 5}]"]).steps == 5, "the later one counts"
     with pytest.raises(ValueError, match="steps=2, but the stages have 5 steps"):
         FlowGRPOConfig.from_yaml(file, ["stages=[{steps: 5}]", "steps=2"])
-
-
-def test_prompts_have_no_weights_where_all_images_are_given():
-    words = "prompt_weights=variance with objective.dataset: .* set prompt_weights=uniform"
-    with pytest.raises(ValueError, match=words):
-        FlowGRPOConfig(objective=GIVEN["objective"], prompt_weights="variance")
-    with pytest.raises(ValueError, match=words):
-        FlowGRPOConfig(stages=[GIVEN, GIVEN], prompt_weights="variance")
-    assert FlowGRPOConfig(stages=[GIVEN, {"steps": 2}], prompt_weights="variance").prompt_weights == "variance"

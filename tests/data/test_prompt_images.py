@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
 from flow_grpo.data.prompt_warnings import held_out_overlap
-from flow_grpo.data.prompts import PromptSampler, load_prompts
-from flow_grpo.image_prompt import ImagePrompt, SourceImage, images_of, prompt_key
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.image_prompt import ImagePrompt, SourceImage, images_of
 
 
 def pixels(seed: int) -> Image.Image:
@@ -181,15 +180,6 @@ def test_a_file_that_changes_during_a_run_is_an_error(folder):
     pixels(1).save(folder / "in" / "0.png")
     with pytest.raises(ValueError, match=r"0\.png has changed"):
         source.open()
-
-
-def test_prompts_of_one_text_with_other_images_are_weighted_apart(folder):
-    rows = [{"prompt": "a", "image": f"in/{seed}.png"} for seed in range(3)]
-    (folder / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    sampler = PromptSampler(load_prompts(folder / "p.jsonl"), seed=0, by_variance=True)
-    batch = sampler.sample(0, prompts=1, images=2)
-    sampler.observe(batch, torch.tensor([0.0, 1.0]))
-    assert json.loads(json.dumps(sampler.state_dict()))["variance"] == {prompt_key(batch.prompts[0]): 0.25}
 
 
 def test_a_prompt_of_python_takes_paths_and_pil_images(folder):

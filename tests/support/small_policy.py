@@ -108,7 +108,7 @@ class Rollouts(FlowGRPOTrainer):
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, window: list[int], rewards: WeightedSum, **parts: Any) -> None:
         self.policy, self.args, self.rewards, self.processes = policy, args, rewards, parts["processes"]
-        self.prompt_sampler = PromptSampler(parts["prompts"], args.seed, args.prompt_weights == "variance")
+        self.prompt_sampler = PromptSampler(parts["prompts"], args.seed)
         self.image_sampler = ImageSampler(policy, args, rewards, self.processes)
         self.image_sampler.window = lambda step: window
         groups = GroupAdvantages(args, rewards)

@@ -199,9 +199,8 @@ def test_auto_clip_ranges_clip_about_the_share_they_are_asked_to_and_are_resumed
 
 
 @pytest.mark.parametrize("name", ["ppo", "dppo"])
-def test_the_curriculum_and_the_critic_resume_exactly(tmp_path, name):
+def test_the_critic_resumes_exactly(tmp_path, name):
     common = [
-        "prompt_weights=variance",
         "save_every=1",
         "steps=4",
         "evaluation.every=2",
@@ -219,15 +218,6 @@ def half_flat(images, prompts):
     """Prompts of an even number of letters have no signal."""
     values = images.mean((1, 2, 3))
     return torch.where(torch.tensor([len(p) % 2 == 0 for p in prompts]), torch.zeros(()), values)
-
-
-def test_the_curriculum_samples_prompts_without_signal_less_often(tmp_path):
-    args = short_run(tmp_path, "prompt_weights=variance", "prompts_per_step=2", "evaluation.prompts=null")
-    trainer = small.trainer(args, reward_funcs=half_flat, train_dataset=[f"word {'x' * n}" for n in range(12)])
-    seen = [prompt for step in range(24) for prompt in set(small.collect(trainer, step).batch.prompts)]
-    silent = [prompt for prompt in seen if len(prompt) % 2 == 0]
-    assert set(silent) == {f"word {'x' * n}" for n in range(1, 12, 2)}, "each was tried"
-    assert len(silent) < len(seen) / 3
 
 
 def test_a_reward_that_may_be_dropped_takes_its_groups_out_of_the_step_alone(tmp_path, capsys):
@@ -553,12 +543,9 @@ def test_stages_that_make_no_sense_are_refused(tmp_path):
         ([{"objective": {"name": "nft"}}], "stage 1 has no steps"),
         ([{"steps": 2, "model": "other"}], "stage 1 can't set model"),
         ([{"steps": 2, "objective": {"name": "nft", "transition": "cps"}}], "nft does not use transition"),
-        ([{"steps": 2, "objective": {"name": "sft", "dataset": "x"}}], "set prompt_weights=uniform"),
     ):
         with pytest.raises(ValueError, match=words):
-            FlowGRPOConfig.from_yaml(
-                "tiny_grpo", [f"stages={json.dumps(stages)}", "prompt_weights=variance", "objective.keep_graphs=false"]
-            )
+            FlowGRPOConfig.from_yaml("tiny_grpo", [f"stages={json.dumps(stages)}", "objective.keep_graphs=false"])
 
 
 def test_a_stage_has_what_is_its_own(tmp_path):

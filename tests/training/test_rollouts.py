@@ -296,15 +296,6 @@ def test_groups_without_signal_are_counted_by_the_advantages_own_rewards(advanta
     assert rolls.collect(0).metrics["frac_reward_zero_std"] == len(silent) / 4
 
 
-def test_the_curriculum_sees_the_variance_of_scored_groups():
-    rolls = source(prompts=some("cat", "dog", "sun", "boat"), prompt_weights="variance")
-    rolls.collect(0)
-    expected = {
-        p: float(torch.tensor(SCRIPT[p]).var(correction=0)) for p in ("a cat", "a dog", "a sun")
-    }  # a reward of a boat is NaN
-    assert rolls.prompt_sampler.variance == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_best_and_the_worst_of_a_group_by_the_sum_are_what_is_copied_and_compared(name):
     ode = {"window": []}
