@@ -103,6 +103,7 @@ def rollout(
     solver: Solver = euler,
     steps: range | None = None,
     keep_graphs: bool = False,
+    trained: Velocity | None = None,
 ) -> Trajectory:
     """Sample n images of one micro-batch: along the ODE, but for the stochastic steps. All is float32, on the device of x.
 
@@ -114,13 +115,15 @@ def rollout(
         steps: the steps of the schedule that are taken; by default all.
         keep_graphs: compute the stochastic steps with gradients and keep their graphs (LeanGRPO, arXiv 2609.03528). No gradient flows
             from one step to another, as in a replay.
+        trained: the velocity whose transition is recorded at a stochastic step, if it is not the one that samples, such as the one
+            without guidance. The state that was sampled is then a less likely one.
     """
     steps = range(len(schedule)) if steps is None else steps
-    trained = set() if stochastic is None else set(stochastic.steps)
+    recorded = set() if stochastic is None else set(stochastic.steps)
     x, history, records = x.float(), None, list[RecordedTransition]()
     for i in steps:
-        if i not in trained:
-            if i + 1 == steps.stop or i + 1 in trained:
+        if i not in recorded:
+            if i + 1 == steps.stop or i + 1 in recorded:
                 history = None  # the last step before a stochastic one, or to sigma 0, is of first order
             x, history = solver(x, velocity(x, i), schedule.sigmas[i], schedule.sigmas[i + 1], history)
             continue
@@ -130,6 +133,9 @@ def rollout(
             v = velocity(x, i)
             mean, std = _transition(stochastic, schedule, i, x, v)
             x_next = mean.detach() + std * noise(i)
+            if trained is not None:
+                v = trained(x, i)
+                mean, std = _transition(stochastic, schedule, i, x, v)
             log_prob = sde.log_prob(x_next, mean, std)
         graph = ReplayedTransition(v, mean, std, log_prob) if keep_graphs else None
         records.append(RecordedTransition(x, x_next, mean.detach(), log_prob.detach(), graph))

@@ -56,7 +56,7 @@ class FlowGRPOTrainer:
         self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
         self.evaluator = Evaluator(
             run.policy,
-            self.args.evaluation,
+            self.args.held_out,
             run.eval_set,
             run.eval_rewards,
             folder=self.folder,

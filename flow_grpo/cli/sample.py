@@ -95,7 +95,7 @@ def sample(
     texts = _read_prompts(prompts, image or [])
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model
-    settings = {"guidance": args.evaluation.guidance if guidance is None else guidance, "height": height, "width": width}
+    settings = {"guidance": args.held_out.guidance if guidance is None else guidance, "height": height, "width": width}
     name = model if lora is None else f"{model} + {lora}"
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)

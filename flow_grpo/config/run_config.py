@@ -21,6 +21,7 @@ from flow_grpo.config.overrides import (
     resolve_auto_microbatch,
 )
 from flow_grpo.config.retired import FSDP, drop_retired, merged, move_to_objective, replace_sampling
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
 
@@ -160,6 +161,13 @@ class FlowGRPOConfig(RunSettings):
             return self
         return self._validated(merged(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
 
+    @property
+    def held_out(self) -> EvaluationConfig:
+        """The settings of evaluation, with the rollout's guidance if they have none."""
+        if self.evaluation.guidance is not None or self.sampling.guidance is None:
+            return self.evaluation
+        return self.evaluation.model_copy(update={"guidance": self.sampling.guidance})
+
     def pipeline_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call."""
         size = {"height": self.height, "width": self.width}
@@ -167,7 +175,7 @@ class FlowGRPOConfig(RunSettings):
 
     def evaluation_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call in evaluation."""
-        own = {name: getattr(self.evaluation, name) for name in ("guidance", "height", "width")}
+        own = {name: getattr(self.held_out, name) for name in ("guidance", "height", "width")}
         return {**self.pipeline_call_kwargs(), **{name: value for name, value in own.items() if value is not None}}
 
     def to_yaml(self) -> str:

@@ -100,6 +100,8 @@ class SamplingConfig(ConfigSection):
     solver: Literal["euler", "dpm_2m"] = "euler"
     """How rollouts solve the ODE, all of their steps or those outside the window (MixGRPO-Flash, arXiv 2507.21802). `dpm_2m`
     (DPM-Solver++ 2M, arXiv 2211.01095) has order 2 with one velocity a step."""
+    guidance: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Guidance scale of rollouts, and of evaluation unless it has its own; by default that of the trained velocity, `guidance`."""
 
 
 class LoraConfig(ConfigSection):

@@ -135,7 +135,7 @@ class RunChecks:
         if trainer.eval_set is None:
             return 0.0
         first_prompts = trainer.eval_set.prompts[: trainer.stage.microbatch]
-        settings = trainer.args.evaluation
+        settings = trainer.args.held_out
         sampling = resources.sampling_seconds(trainer.policy.with_guidance(settings.guidance), first_prompts, settings.steps)
         num_prompts, images_per_prompt = len(trainer.eval_set), settings.images_per_prompt
         num_models = 2 if trainer.eval_rewards.has_pairs else 1

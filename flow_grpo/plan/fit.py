@@ -60,7 +60,7 @@ def run_time(estimator: StepEstimator, machine: Hardware, rates: Rates, largest:
         largest: the largest micro-batch.
         held_out: the number of held-out prompts.
     """
-    args, settings = estimator.args, estimator.args.evaluation
+    args, settings = estimator.args, estimator.args.held_out
 
     def step_seconds(stage: FlowGRPOConfig) -> float:
         sizes = fit_batch_sizes(stage, min(stage.microbatch, largest), machine.count)

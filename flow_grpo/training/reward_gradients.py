@@ -79,10 +79,11 @@ class EndpointGradients:
         final, sigma = trajectory.final, trajectory.schedule.sigmas[state.step].item()
         eps = sampling.batch_noise(final.shape[1:], batch, self.args.seed, "copy", step, state.noised_copy)
         x = (1 - sigma) * final + sigma * eps.to(final.device)
-        conditioning = self.policy.encode(batch.prompts)
+        model = self.policy.with_guidance(self.args.sampling.guidance)
+        conditioning = model.encode(batch.prompts)
         with torch.no_grad(), self.policy.lora.use(self.args.objective.sampling_adapter):
             parts = [
-                self.policy.velocity(x[rows], trajectory.schedule.timesteps[state.step], conditioning, rows)
+                model.velocity(x[rows], trajectory.schedule.timesteps[state.step], conditioning, rows)
                 for rows in torch.arange(len(x)).split(microbatch)
             ]
         return x, torch.cat(parts)

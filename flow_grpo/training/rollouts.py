@@ -14,6 +14,7 @@ from flow_grpo.config.objective import WindowConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.encoding import Conditioning
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
@@ -33,12 +34,14 @@ class ImageSampler:
 
     Attributes:
         microbatch: images per forward pass.
+        model: samples: the policy, or the same weights with the rollout's own guidance.
         score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum, processes: Processes) -> None:
         self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
         self.microbatch = args.microbatch
+        self.model = policy.with_guidance(args.sampling.guidance)
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         self.gradients = EndpointGradients(policy, args, rewards)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
@@ -59,7 +62,8 @@ class ImageSampler:
         batch, window = batch.take(self.processes.owns(batch.group).nonzero()[:, 0]), self.window(step)
         trajectories, futures = [], list[Future[Scores]]()
         with self.policy.meter.phase("encode"):
-            self.policy.encode(batch.prompts)  # all at once, in full passes of the text encoders; the parts find them cached
+            for model in {self.model, self.policy}:  # all at once, in full passes of the text encoders; the parts find them cached
+                model.encode(batch.prompts)
         part_size = (
             math.lcm(self.microbatch, self.args.images_per_prompt) if self.score_in_background else len(batch.prompts)
         )
@@ -133,7 +137,7 @@ class ImageSampler:
         """
         objective, seed, shape = self.args.objective, self.args.seed, self.latent_shape
         with self.policy.meter.phase("encode"):
-            conditioning = self.policy.encode(batch.prompts)
+            conditioning, own_conditioning = (model.encode(batch.prompts) for model in (self.model, self.policy))
         shared = objective.stepwise and objective.shared_initial_noise
         start = sampling.batch_noise(shape, batch, seed, "start", step, shared=shared)
         noise = {i: sampling.batch_noise(shape, batch, seed, "step", step, i) for i in window}
@@ -154,35 +158,39 @@ class ImageSampler:
                 leaders, inverse = first_rows(batch.group)
                 states = []
                 for rows in leaders.split(self.microbatch):
-                    velocity = self._velocity(conditioning, rows, window, keep_graphs, {})
+                    velocity = self._velocity(self.model, conditioning, rows)
                     states.append(rollout(velocity, x=take_rows(start, rows), steps=range(first)).final)
                 start = take_rows(torch.cat(states), inverse)
             for rows in torch.arange(len(start)).split(self.microbatch):
-                velocity = self._velocity(conditioning, rows, window, keep_graphs, visited or {})
+                of_rows = partial(self._velocity, rows=rows, window=window, keep_graphs=keep_graphs)
+                velocity, trained = of_rows(self.model, conditioning, visited=visited), None
+                if self.model is not self.policy:  # off-policy: the guided velocity samples what the trained one is to learn from
+                    trained = of_rows(self.policy, own_conditioning)
                 own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
                 steps = range(first, len(self.schedule))
-                part = rollout(velocity, x=take_rows(start, rows), noise=own_noise.__getitem__, steps=steps)
+                part = rollout(velocity, x=take_rows(start, rows), noise=own_noise.__getitem__, steps=steps, trained=trained)
                 parts.append(part.to(torch.device("cpu")) if self.args.memory.offload_trajectories else part)
         return Trajectory.join(parts)
 
     def _velocity(
         self,
+        model: FlowPipeline,
         conditioning: Conditioning,
         rows: Tensor,
-        window: list[int],
-        keep_graphs: bool,
-        visited: dict[int, list[tuple[Tensor, Tensor]]],
+        window: list[int] | None = None,
+        keep_graphs: bool = False,
+        visited: dict[int, list[tuple[Tensor, Tensor]]] | None = None,
     ) -> sampling.Velocity:
-        """The policy's velocity of these rows, which is left at once if the run is asked to stop."""
+        """A model's velocity of these rows, which is left at once if the run is asked to stop."""
         # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
-        with_gradients = set(window) if self.policy.compiled or keep_graphs else set()
+        with_gradients = set(window or []) if self.policy.compiled or keep_graphs else set()
 
         def velocity(x: Tensor, i: int) -> Tensor:
             if self.processes.should_stop_alone():  # nothing of this step has touched the adapter yet
                 raise Interrupted
             with torch.set_grad_enabled(i in with_gradients):
-                v = self.policy.velocity(x, self.schedule.timesteps[i], conditioning, rows)
-            if i in visited:
+                v = model.velocity(x, self.schedule.timesteps[i], conditioning, rows)
+            if visited and i in visited:
                 visited[i].append((x, v.detach()))
             return v if keep_graphs else v.detach()  # here, so that its graph is gone before the next micro-batch's
 

@@ -144,7 +144,8 @@ def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[st
     has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
     init_from = args.lora.init_from if args.lora else None
     has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
-    has_guided = has_guided or args.evaluation.guidance not in (None, args.guidance)
+    rollouts = [stage.sampling.guidance for _, stage in args.resolved_stages()]
+    has_guided = has_guided or any(scale not in (None, args.guidance) for scale in (args.held_out.guidance, *rollouts))
     prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew
     dtype = run_dtype(args, processes) if pipe is None else args.dtype
     return load_policy(
@@ -206,8 +207,10 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
         policy.lora.add_adapter_copy(name)
     add_references(policy, [stage.objective for stage in stages])
-    if args.evaluation.guidance not in (None, policy.guidance):
-        check_guidance(policy, args.evaluation.guidance, "leave evaluation.guidance out.")
+    scales = [("evaluation", args.evaluation.guidance), *(("sampling", stage.sampling.guidance) for stage in stages)]
+    for section, guidance in scales:
+        if guidance not in (None, policy.guidance):
+            check_guidance(policy, guidance, f"leave {section}.guidance out.")
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
         policy.shard(processes)
     if args.ema_decay:
