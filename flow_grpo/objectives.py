@@ -13,6 +13,7 @@ On the final latents, noised afresh, for a noise level sigma and noise eps share
     dgpo        Direct Group Preference Optimization, arXiv 2510.08425
     sft         the best image of a group, or given ones, as targets, arXiv 2210.02747
     dpo         the best image of a group against the worst, or given pairs, arXiv 2311.12908
+    distill     nothing but the distance to teachers, arXiv 2605.08063
 By the gradient of differentiable rewards at the end of a rollout:
     reward_gradient  the linear loss of refl, draft and flowbp, arXiv 2606.11075
 """
@@ -246,6 +247,11 @@ def k3(log_prob: Float[Tensor, " n"], log_prob_ref: Float[Tensor, " n"]) -> Floa
 def velocity_kl(v: Float[Tensor, "n *latent"], v_ref: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
     """Mean squared distance of two velocities: the KL of every noise level up to its weight."""
     return (at_least_float32(v) - at_least_float32(v_ref)).square().flatten(1).mean(1)
+
+
+def distill(image: NoisedImage) -> Loss:
+    """0: what is minimised is the distance to the teachers, which are anchors."""
+    return Loss(torch.zeros_like(image.sigma))
 
 
 def reward_gradient(state: GradientState) -> Loss:

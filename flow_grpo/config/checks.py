@@ -13,6 +13,7 @@ def check_run(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings of a run, or of one of its stages, conflict."""
     args.objective.check_steps(args.sampling.steps)
     check_sizes(args)
+    check_teachers(args)
     check_kept_graphs(args)
     check_offloading(args)
     check_layerwise_casting(args)
@@ -158,3 +159,21 @@ def check_prompt_sets(args: RunSettings) -> None:
         for prompt_set in sets:
             if setting == "evaluation.prompts" and prompt_set.weight != 1:
                 raise FlowGRPOError(f"evaluation.prompts measures all prompts of {prompt_set.label}: leave its weight out.")
+
+
+def check_teachers(args: RunSettings) -> None:
+    """Raise FlowGRPOError if a teacher is missing, or of a prompt set that the run has not."""
+    if args.objective.needs.anchors and not args.objective.anchors:
+        raise FlowGRPOError(
+            f"objective {args.objective.name} learns from its anchors: give it one, such as anchors: [{{to: teacher, lora: runs/edits, "
+            "weight: 1}]."
+        )
+    labels = [prompt_set.label for prompt_set in args.prompts] if isinstance(args.prompts, list) else []
+    for anchor in args.objective.anchors:
+        if anchor.prompts is not None and anchor.prompts not in labels:
+            found = (
+                f"{suggest(anchor.prompts, labels)} The sets are {', '.join(labels)}."
+                if labels
+                else " `prompts` is one set."
+            )
+            raise FlowGRPOError(f"objective.anchors: there is no prompt set {anchor.prompts} for a teacher.{found}")

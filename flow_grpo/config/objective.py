@@ -6,6 +6,7 @@ default `name` is an objective: it is found by that name from then on. The formu
 """
 
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -25,8 +26,13 @@ if TYPE_CHECKING:
 OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoints have this name
 CUSTOM = "file.py:function"  # stands for a user's own function in lists of names
 KL = Literal["gaussian", "k3", "flow_grpo", "velocity"]
-SETTING_OF = {"ema": "decay", "guided": "guidance"}  # that one kind alone reads, and needs
-EXAMPLES = {"ema": 0.3, "guided": 4.5}
+NEEDED = {"ema": "decay", "guided": "guidance", "teacher": "lora"}  # the setting that an anchor of a kind can't do without
+READ = {
+    "ema": {"decay"},
+    "guided": {"guidance"},
+    "teacher": {"lora", "prompts", "guidance"},
+}  # those that not every kind reads
+EXAMPLES = {"ema": 0.3, "guided": 4.5, "teacher": "runs/edits"}
 
 
 class DecayRamp(ConfigSection):
@@ -71,9 +77,9 @@ def decay_at(decay: float | DecayRamp, steps: int) -> float:
 class AnchorConfig(ConfigSection):
     """One anchor: a reference, the KL to it and its weight."""
 
-    to: Literal["base", "ema", "guided"]
-    """The reference: the base model; `ema`, a moving average of the policy (AWM's code, arXiv 2509.25050); or `guided`, the base model
-    with classifier-free guidance (CRD, arXiv 2603.14128)."""
+    to: Literal["base", "ema", "guided", "teacher"]
+    """The reference: the base model; `ema`, a moving average of the policy (AWM's code, arXiv 2509.25050); `guided`, the base model
+    with classifier-free guidance (CRD, arXiv 2603.14128); or `teacher`, the base model with a saved LoRA (arXiv 2605.08063)."""
     weight: PositiveFloat
     """Weight of the KL to it, whose mean is over all images of a step."""
     kl: KL | None = None
@@ -82,22 +88,29 @@ class AnchorConfig(ConfigSection):
     """ema: how slowly the average follows the policy after each training step, 0 at once, 1 never; a number, or a ramp. AWM's code:
     {rate: 0.001, max: 0.3}."""
     guidance: Annotated[float, Field(gt=1)] | None = None
-    """guided: the guidance scale. CRD: 4.5."""
+    """guided, and if wanted teacher: the guidance scale. CRD: 4.5."""
+    lora: PathText | None = None
+    """teacher: its LoRA: a folder, a .safetensors file, a hub id or the folder of a finished run."""
+    prompts: str | None = None
+    """teacher: the name of the prompt set whose images it teaches; by default all."""
 
     @model_validator(mode="after")
     def _has_its_settings(self) -> "AnchorConfig":
-        for kind, name in SETTING_OF.items():
-            is_set = getattr(self, name) is not None
-            if kind != self.to and is_set:
-                raise FlowGRPOError(f"objective.anchors: an anchor to {self.to} does not use {name}; one to {kind} does.")
-            if kind == self.to and not is_set:
-                raise FlowGRPOError(f"objective.anchors: an anchor to {kind} needs {name}, for example {EXAMPLES[kind]}.")
+        for name in ("decay", "guidance", "lora", "prompts"):
+            if getattr(self, name) is not None and name not in READ.get(self.to, ()):
+                kinds = " and ".join(kind for kind, names in READ.items() if name in names)
+                raise FlowGRPOError(f"objective.anchors: an anchor to {self.to} does not use {name}; one to {kinds} does.")
+        needed = NEEDED.get(self.to)
+        if needed is not None and getattr(self, needed) is None:
+            raise FlowGRPOError(
+                f"objective.anchors: an anchor to {self.to} needs {needed}, for example {EXAMPLES[self.to]}."
+            )
         return self
 
     @property
     def reference_key(self) -> tuple:
         """What the reference is: equal for anchors that share one."""
-        return self.to, str(self.decay), self.guidance
+        return self.to, str(self.decay), self.guidance, self.lora
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,7 @@ class NamedAnchor:
 
     Attributes:
         metric: of its KL: kl/base, kl/ema; a second one to a reference of that kind is kl/ema_2. That of `kl_weight` is kl.
-        reference: base, ema, guided; a second, other average is ema_2. The same for anchors that share one.
+        reference: base, ema, guided, teacher; a second, other average is ema_2. The same for anchors that share one.
     """
 
     config: AnchorConfig
@@ -115,7 +128,9 @@ class NamedAnchor:
 
     @property
     def adapter(self) -> str | None:
-        """The copy of the LoRA that is the reference; None if the reference is the base model."""
+        """The adapter that is the reference: a copy of the LoRA or a teacher's LoRA; None if the reference is the base model."""
+        if self.config.lora is not None:  # by its path, since stages may have different teachers
+            return f"teacher_{zlib.crc32(self.config.lora.encode()):08x}"
         return f"anchor_{self.reference}" if self.config.to == "ema" else None
 
 
@@ -154,6 +169,7 @@ class Needs:
         critic: its advantages come from a critic.
         group_mean: it needs the mean over a group's images of its `group_statistic`.
         reward_gradient: it trains by gradients of rewards, and not by advantages.
+        anchors: it trains towards its anchors alone.
     """
 
     ratio: bool = False
@@ -166,11 +182,12 @@ class Needs:
     critic: bool = False
     group_mean: bool = False
     reward_gradient: bool = False
+    anchors: bool = False
 
     @property
     def takes_advantage(self) -> bool:
         """Whether it trains on advantages that are made of a group's rewards."""
-        return self.rows == "all" and not self.critic and not self.reward_gradient
+        return self.rows == "all" and not (self.critic or self.reward_gradient or self.anchors)
 
     @property
     def rows_per_pair(self) -> int:
@@ -185,9 +202,9 @@ class Objective(ConfigSection):
     stepwise: ClassVar[bool] = False  # of the family `Stepwise`
 
     name: str
-    """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, pepg, nft, crd, dgpo, sft or dpo on
-    final latents noised afresh; refl, draft or flowbp by the gradient of rewards. Your own: my_module:my_fn or file.py:my_fn, on sampling
-    steps or, with family: forward_process, on noised latents."""
+    """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, pepg, nft, crd, dgpo, sft, dpo or distill
+    on final latents noised afresh; refl, draft or flowbp by the gradient of rewards. Your own: my_module:my_fn or file.py:my_fn, on
+    sampling steps or, with family: forward_process, on noised latents."""
     advantage: str = "grpo"
     """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
     (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn. Their formulas are in flow_grpo/advantages.py."""
@@ -280,10 +297,10 @@ class Objective(ConfigSection):
     def _advantage_is_read(self) -> "Objective":
         if not self.needs.takes_advantage and "advantage" in self.changed():
             instead = "it trains on the best of a group, without advantages"
-            if self.needs.critic or self.needs.reward_gradient:
-                instead = (
-                    "its critic makes the advantages" if self.needs.critic else "it trains by the gradient of the rewards"
-                )
+            if self.needs.critic:
+                instead = "its critic makes the advantages"
+            elif self.needs.reward_gradient or self.needs.anchors:
+                instead = f"it trains by {'the gradient of the rewards' if self.needs.reward_gradient else 'its anchors'}"
             raise FlowGRPOError(f"objective {self.name} does not use advantage: {instead}. Remove it.")
         return self
 
@@ -714,6 +731,22 @@ class Dpo(Dataset, ForwardProcess):
         from flow_grpo import objectives
 
         return objectives.dpo(image, self.beta)
+
+
+class Distill(ForwardProcess):
+    """Distillation on the policy's own images: towards teachers, its anchors, by the distance of the velocities, arXiv 2605.08063.
+
+    The papers compare at the states that a rollout visits; here its final latents are noised afresh, as for the other objectives of this
+    family, which have the same distribution if the policy's flow is that of its images.
+    """
+
+    name: Literal["distill"] = "distill"
+    needs: ClassVar[Needs] = Needs(anchors=True)
+
+    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
+        from flow_grpo import objectives
+
+        return objectives.distill(image)
 
 
 # -- objectives by the gradient of rewards ----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.hub import stored_bytes
 from flow_grpo.policy.memory import cast_layers, repeated_blocks
 from flow_grpo.progress import phase
-from flow_grpo.training.anchors import copied_references
 
 TEXT_ENCODERS, ENCODING = "text encoders", "encoding"  # a part and a phase
 CUDA_CONTEXT = 0.6 * GB  # of torch itself, before the first tensor
@@ -182,7 +181,10 @@ class StepEstimator:
         args, memory, pipe = self.args, self.args.memory, self.trace.policy.pipe
         trained = 4 * sum(p.numel() for p in self.trace.policy.trainable_parameters().values())
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
-        copies = 1 + bool(args.ema_decay) + len(args.objective.policy_copies) + len(copied_references(args.objective))
+        adapters = {
+            anchor.adapter for anchor in args.objective.named_anchors if anchor.adapter
+        }  # a teacher's may be of another rank
+        copies = 1 + bool(args.ema_decay) + len(args.objective.policy_copies) + len(adapters)
         is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
         denoisers = self.trace.policy.lora.transformers.values()

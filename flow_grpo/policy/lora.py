@@ -107,13 +107,13 @@ class Lora:
             self._inject(config, TRAINED)
         self._make_trainable()
 
-    def remove(self) -> None:
-        """Remove the trained adapter, if there is one, so that another one can be loaded."""
-        if TRAINED in self.adapters:
+    def remove(self, adapter: str = TRAINED) -> None:
+        """Remove an adapter, if there is one of that name, so that another one can be loaded."""
+        if adapter in self.adapters:
             for layer in self.lora_layers():
-                layer.delete_adapter(TRAINED)
+                layer.delete_adapter(adapter)
             for transformer in self.transformers.values():
-                transformer.peft_config.pop(TRAINED)
+                transformer.peft_config.pop(adapter)
 
     def _inject(self, config: LoraConfig, adapter: str) -> None:
         for transformer in self.transformers.values():
@@ -194,13 +194,14 @@ class Lora:
         save = getattr(self.pipe, "save_lora_weights", None)
         return save is not None and "transformer_lora_layers" in inspect.signature(save).parameters
 
-    def load(self, source: str, file: str | None = None, name: str | None = None) -> None:
+    def load(self, source: str, file: str | None = None, name: str | None = None, adapter: str = TRAINED) -> None:
         """Load a saved LoRA, of whichever program; of its layers, the transformer's. What is left out is told.
 
         Args:
             source: a folder or a hub id.
             file: its name there, if it is not the usual one.
             name: what the user calls it.
+            adapter: what it becomes: the trained one, or one beside it, which replaces another of that name and is not trained.
 
         Raises:
             FlowGRPOError: it is damaged, of another kind or model, or some of its layers have no place in the transformer.
@@ -211,10 +212,14 @@ class Lora:
             for expert in self.experts:  # where its file is missing it gets a LoRA that changes nothing
                 of_expert = expert_lora(source, expert)
                 layers[expert] = self._place(lora_file.read(of_expert), expert) if of_expert else {}
+        if adapter != TRAINED:  # a policy may be trained twice
+            self.remove(adapter)
         with quietly():  # peft warns of an adapter that was taken off
             for component, own in layers.items():
-                self._attach(component, own or {name: _zero(layer) for name, layer in layers[FIRST].items()})
+                self._attach(component, own or {name: _zero(layer) for name, layer in layers[FIRST].items()}, adapter)
         self._make_trainable()
+        if adapter != TRAINED:
+            self._activate(TRAINED)
         if found.left_out:
             tell(found.left_out)
 
@@ -224,7 +229,7 @@ class Lora:
         convert = type(self.pipe).lora_state_dict if self.has_pipeline_loader else None
         return lora_file.place(found, type(self.pipe).__name__, shapes, convert)
 
-    def _attach(self, component: str, layers: dict[str, LoraLayer]) -> None:
+    def _attach(self, component: str, layers: dict[str, LoraLayer], adapter: str) -> None:
         """Add a LoRA with these weights, and with the alpha of each layer."""
         transformer = getattr(self.pipe, component)
         exactly = {name: f"^{re.escape(name)}" for name in layers}  # peft takes patterns of the end of a name
@@ -236,11 +241,11 @@ class Lora:
             alpha_pattern={exactly[name]: layer.alpha for name, layer in layers.items() if layer.alpha != first.alpha},
             target_modules="|".join(map(re.escape, layers)),
         )
-        _inject_into(transformer, config, TRAINED)
+        _inject_into(transformer, config, adapter)
         modules = dict(transformer.named_modules())
         for name, layer in layers.items():
             for matrix, value in ((modules[name].lora_A, layer.down), (modules[name].lora_B, layer.up)):
-                parameter = matrix[TRAINED].weight
+                parameter = matrix[adapter].weight
                 parameter.data = value.to(parameter.device, torch.float32)
 
     @property

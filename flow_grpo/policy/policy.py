@@ -140,24 +140,35 @@ class Policy(FlowPipeline):
         """
         source, file = resolve_lora(path)
         is_full = FullWeights.is_saved_in(Path(source))
-        try:
+        with _explain_loading(path, source, file):
             if is_full:
                 full = FullWeights(self.pipe.transformer)
                 full.load(Path(source))
                 self.trained = full
             else:
                 self.lora.load(source, file, str(path))
-        except FlowGRPOError:
-            raise
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-            damaged = damaged_file(Path(source), file)
-            reason = f"{damaged} is damaged or no .safetensors file: copy it again." if damaged else first_line(error)
-            raise FlowGRPOError(f"the LoRA {path} could not be loaded: {reason}") from error
         try:
             check_weights(self.trainable_parameters(), f"the {'transformer' if is_full else 'LoRA'} {path}")
         except ValueError:
             self.reset_to_base()
             raise
+
+    def add_teacher(self, adapter: str, path: str | Path) -> None:
+        """Add a saved LoRA beside the trained one, as an adapter of that name that is never trained. Arguments and errors of `load_lora`.
+
+        Raises:
+            FlowGRPOError: also if it is a whole transformer, or all weights are trained.
+        """
+        source, file = resolve_lora(path)
+        if not self.has_lora:
+            raise FlowGRPOError(
+                f"the teacher {path} is a LoRA beside the trained one, and lora=null trains all weights: set lora."
+            )
+        if FullWeights.is_saved_in(Path(source)):
+            raise FlowGRPOError(f"the teacher {path} is a whole transformer: give a LoRA.")
+        with _explain_loading(path, source, file):
+            self.lora.load(source, file, str(path), adapter)
+        check_weights(self.lora.parameters(adapter), f"the LoRA {path}")
 
     def save(self, folder: Path, write: bool = True) -> Path:
         """Write what is trained, a LoRA or the transformer, as `load_lora` and diffusers read it. Returns the file or folder.
@@ -220,6 +231,19 @@ class Policy(FlowPipeline):
             self.accepts_images_per_row(x, timesteps[0], with_images("a", self.probe_images(1)))
         except (ValueError, RuntimeError, TypeError):  # a model that is trained on texts
             self.supports_images_per_row = False
+
+
+@contextmanager
+def _explain_loading(path: str | Path, source: str, file: str | None) -> Iterator[None]:
+    """Raise FlowGRPOError that says what is wrong if the LoRA at that path, resolved to source and file, can't be loaded."""
+    try:
+        yield
+    except FlowGRPOError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        damaged = damaged_file(Path(source), file)
+        reason = f"{damaged} is damaged or no .safetensors file: copy it again." if damaged else first_line(error)
+        raise FlowGRPOError(f"the LoRA {path} could not be loaded: {reason}") from error
 
 
 class MovingAverage:

@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import objectives, sde
 from flow_grpo.config.objective import NamedAnchor, Objective, decay_at
+from flow_grpo.data.prompts import SET
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.loading import check_guidance
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.types import Experience, Loss, TrainedStep
+from flow_grpo.types import Experience, Loss, TrainedStep, take_rows
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Anchors:
         self.anchors, self.references = objective.named_anchors, objective.references
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
         self._guided_conditioning: dict[float, Conditioning] = {}
+        sets = [row.get(SET) for row in experience.batch.metadata]
+        named = {anchor.config.prompts for anchor in self.anchors} - {None}
+        self._of_set = {name: torch.tensor([float(of_row == name) for of_row in sets]) for name in named}
 
     def evaluate(
         self, compute: Callable[[FlowPipeline, Conditioning], Prediction], names: list[str] | None = None
@@ -51,8 +55,8 @@ class Anchors:
                 computed[name] = compute(model, conditioning)
         return computed
 
-    def with_kl(self, loss: Loss, current: Prediction, references: dict[str, Prediction]) -> Loss:
-        """The loss with each weighted KL added. Metrics are unweighted.
+    def with_kl(self, loss: Loss, current: Prediction, references: dict[str, Prediction], rows: Int[Tensor, " n"]) -> Loss:
+        """The loss of these rows with each weighted KL added. Metrics are unweighted; a KL is 0 in rows that a teacher does not teach.
 
         Args:
             current: of the policy, with the gradient.
@@ -60,6 +64,8 @@ class Anchors:
         """
         for anchor in self.anchors:
             distance = kl(anchor.config.kl, current, references[anchor.reference])
+            if anchor.config.prompts is not None:
+                distance = distance * take_rows(self._of_set[anchor.config.prompts], rows, distance.device)
             value = loss.value + anchor.config.weight * distance
             loss = Loss(value, {**loss.metrics, anchor.metric: distance.detach()})
         return loss
@@ -68,15 +74,9 @@ class Anchors:
     def _active(self, name: str) -> Iterator[tuple[FlowPipeline, Conditioning]]:
         """Make the model that reference within the context. Yields the model and the conditioning that it takes."""
         anchor = self.by_reference.get(name)
-        if anchor is not None and anchor.adapter is not None:
-            with self.policy.lora.use(anchor.adapter):
-                yield self.policy, self.conditioning
-            return
-        with self.policy.base_model():
-            if anchor is None or anchor.config.guidance is None:
-                yield self.policy, self.conditioning
-            else:
-                yield self._guided(anchor.config.guidance)
+        adapter, guidance = (None, None) if anchor is None else (anchor.adapter, anchor.config.guidance)
+        with self.policy.base_model() if adapter is None else self.policy.lora.use(adapter):
+            yield (self.policy, self.conditioning) if guidance is None else self._guided(guidance)
 
     def _guided(self, guidance: float) -> tuple[FlowPipeline, Conditioning]:
         """The model with that guidance scale, and its conditioning, which is computed once."""
@@ -102,20 +102,24 @@ def copied_references(objective: Objective) -> dict[str, NamedAnchor]:
     """The references of an objective that are copies of the LoRA, by the adapter's name, each with the first anchor to it."""
     copies: dict[str, NamedAnchor] = {}
     for anchor in objective.named_anchors:
-        if anchor.adapter is not None:
+        if anchor.adapter is not None and anchor.config.lora is None:
             copies.setdefault(anchor.adapter, anchor)
     return copies
 
 
 def add_references(policy: Policy, objectives: Iterable[Objective]) -> None:
-    """Add the copies of the LoRA and the guided models that anchors of these objectives refer to. Call it before weights are sharded.
+    """Add the copies of the LoRA, the teachers and the guided models that anchors of these objectives refer to.
+
+    Call it before weights are sharded.
 
     Raises:
-        FlowGRPOError: the pipeline has no guidance.
+        FlowGRPOError: the pipeline has no guidance, or a teacher can't be loaded.
     """
     anchors = [anchor for objective in objectives for anchor in objective.named_anchors]
-    for adapter in dict.fromkeys(anchor.adapter for anchor in anchors):
-        if adapter is not None:
+    for adapter, anchor in {anchor.adapter: anchor for anchor in anchors if anchor.adapter is not None}.items():
+        if anchor.config.lora is not None:
+            policy.add_teacher(adapter, anchor.config.lora)
+        else:
             policy.lora.add_adapter_copy(adapter)
     for guidance in dict.fromkeys(anchor.config.guidance for anchor in anchors):
         if guidance is not None:

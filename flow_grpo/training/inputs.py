@@ -58,6 +58,8 @@ def digests_of_inputs(
         found[f"{prefix}objective.name"] = _code(stage.objective.name)
         found[f"{prefix}objective.advantage"] = _code(stage.objective.advantage)
         found[f"{prefix}objective.dataset"] = _path(stage.dataset)
+        for place, anchor in enumerate(stage.objective.anchors):
+            found[f"{prefix}objective.anchors.{place}.lora"] = _lora(anchor.lora) if anchor.lora else None
     return {name: digest for name, digest in found.items() if digest is not None}
 
 

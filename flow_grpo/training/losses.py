@@ -303,7 +303,7 @@ class StepLoss:
             if self.objective.weighs_by_std:
                 loss = Loss(loss.value * step.std.flatten(1)[:, 0], loss.metrics)
             references = self.anchors.evaluate(functools.partial(self._replayed, k, rows))
-            yield self.anchors.with_kl(loss, current, references)
+            yield self.anchors.with_kl(loss, current, references, rows)
 
     def _replayed(self, k: int, rows: Int[Tensor, " n"], model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         """Velocity and transition of the k-th trained step by a model."""
@@ -361,7 +361,7 @@ class RewardGradientLoss:
             velocity = functools.partial(self._velocity, x, i, rows)
             current = velocity(self.policy, self.conditioning)
             loss = self.objective.loss(GradientState(current.v, gradient, factor), self.advantage[rows])
-            yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity))
+            yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity), rows)
 
     def _velocity(self, x: Tensor, i: int, rows: Tensor, model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         return Prediction(model.velocity(x, self.schedule.timesteps[i], conditioning, rows))
@@ -486,7 +486,7 @@ class ForwardProcessLoss:
                 mean = mean_by_group(self._group_statistic(image, rows), self.group[rows], is_real)
                 image = replace(image, group_mean=mean)
             loss = self.loss(image, self._on_device(self.advantage, rows))
-            yield self.anchors.with_kl(loss, Prediction(image.v), references)
+            yield self.anchors.with_kl(loss, Prediction(image.v), references, rows)
 
     @property
     def _own_references(self) -> list[str]:

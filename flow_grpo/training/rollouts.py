@@ -62,7 +62,10 @@ class ImageSampler:
         batch, window = batch.take(self.processes.owns(batch.group).nonzero()[:, 0]), self.window(step)
         trajectories, futures = [], list[Future[Scores]]()
         with self.policy.meter.phase("encode"):
-            for model in {self.model, self.policy}:  # all at once, in full passes of the text encoders; the parts find them cached
+            for model in {
+                self.model,
+                self.policy,
+            }:  # all at once, in full passes of the text encoders; the parts find them cached
                 model.encode(batch.prompts)
         part_size = (
             math.lcm(self.microbatch, self.args.images_per_prompt) if self.score_in_background else len(batch.prompts)
@@ -164,7 +167,9 @@ class ImageSampler:
             for rows in torch.arange(len(start)).split(self.microbatch):
                 of_rows = partial(self._velocity, rows=rows, window=window, keep_graphs=keep_graphs)
                 velocity, trained = of_rows(self.model, conditioning, visited=visited), None
-                if self.model is not self.policy:  # off-policy: the guided velocity samples what the trained one is to learn from
+                if (
+                    self.model is not self.policy
+                ):  # off-policy: the guided velocity samples what the trained one is to learn from
                     trained = of_rows(self.policy, own_conditioning)
                 own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
                 steps = range(first, len(self.schedule))

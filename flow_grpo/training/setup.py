@@ -143,7 +143,9 @@ def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[st
     """The policy of the config's model, or of a loaded pipeline, for those prompts alone unless the run has given images."""
     has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
     init_from = args.lora.init_from if args.lora else None
-    has_guided = any(anchor.to == "guided" for _, stage in args.resolved_stages() for anchor in stage.objective.anchors)
+    has_guided = any(
+        anchor.guidance is not None for _, stage in args.resolved_stages() for anchor in stage.objective.anchors
+    )
     rollouts = [stage.sampling.guidance for _, stage in args.resolved_stages()]
     has_guided = has_guided or any(scale not in (None, args.guidance) for scale in (args.held_out.guidance, *rollouts))
     prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew

@@ -108,7 +108,7 @@ class Stage:
 
     def step_metrics(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
         """All metrics of the training step `step`, given those of its update: with those of its images, its time and its speed."""
-        self.has_advantage = experience.has_advantage
+        self.has_advantage = experience.has_advantage or self.args.objective.needs.anchors
         metrics = {**experience.metrics, **metrics, "speed/tflop": self._total_flops() / 1e12}
         if step == self.start:
             self._warn_of_small_share(step, metrics)
