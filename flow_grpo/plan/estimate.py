@@ -121,7 +121,10 @@ class StepEstimator:
 
     def of_stage(self, stage: FlowGRPOConfig) -> "StepEstimator":
         """The estimator of a stage, whose model runs the same way."""
-        return self if stage == self.args else StepEstimator(stage, self.cuda, self.count, self.trace)
+        if stage == self.args:
+            return self
+        same = stage.sampling.guidance == self.args.sampling.guidance
+        return StepEstimator(stage, self.cuda, self.count, self.trace if same else None)
 
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits into `memory` bytes; 0 if none does."""
@@ -141,7 +144,7 @@ class StepEstimator:
         device, dtype = torch.device("cuda" if self.cuda else "cpu"), dtype or self.dtype
         try:
             blocks = self.trace.blocks(2)
-            per_row = self.trace.operations["rollout"] / 2 / sum(block.count for block in blocks)
+            per_row = self.trace.forward_operations / 2 / sum(block.count for block in blocks)
             rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / per_row)))
             with phase("measuring this machine"):
                 meta = self.trace.policy.pipe.transformer.cast
@@ -258,7 +261,8 @@ class StepEstimator:
             latest = window.last_of(steps) - trained + 1
             before = (window.first_step + latest) / 2 if window.schedule == "random" else window.first_step
             sampled -= before * (1 - 1 / args.images_per_prompt)
-        forward, both, decoding = (count / 2 for count in self.trace.operations.values())  # of one row
+        rollout, both, decoding = (count / 2 for count in self.trace.operations.values())  # of one row
+        forward = self.trace.forward_operations / 2
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
         both -= forward * self._keeps_graphs  # the rollout's forward pass is the update's
         more = self._reference_passes
@@ -266,8 +270,10 @@ class StepEstimator:
             args.objective.needs.group_mean and microbatch % args.images_per_prompt
         ):  # the means of split groups are computed before
             more += 1 + args.objective.needs.old_policy + args.objective.needs.reference
-        once = sampled + self._rollout_velocities
-        sampling_and_references = images * (once * forward + decoding + passes * more * forward)
+        once = self._rollout_velocities
+        if objective.stepwise and args.sampling.guidance not in (None, args.guidance):
+            once += trained  # the velocity whose probability is recorded
+        sampling_and_references = images * (sampled * rollout + once * forward + decoding + passes * more * forward)
         return sampling_and_references, images * passes * both, images * passes * self.trace.recomputed / 2
 
     @property

@@ -51,6 +51,7 @@ class ModelTrace:
         image_shape: (3, H, W) of the model's images, (F, 3, H, W) of videos.
         bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
         operations: floating point operations of each of `PASSES`, with 2 rows.
+        forward_operations: those of the trained velocity without gradients, with 2 rows; a rollout's may have guidance.
         recomputed: those of `update` that gradient checkpointing computes again.
 
     Raises:
@@ -59,7 +60,7 @@ class ModelTrace:
     """
 
     def __init__(self, args: FlowGRPOConfig, dtype: torch.dtype, cuda: bool, release_gradients: bool) -> None:
-        self.dtype, self.cuda, self.release_gradients = dtype, cuda, release_gradients
+        self.args, self.dtype, self.cuda, self.release_gradients = args, dtype, cuda, release_gradients
         pipe, note = load_for_plan(args.model, dtype, cuda)
         self.notes = [note] if note else []
         # an attention backend may need a kernel that only the run's machine has
@@ -80,6 +81,9 @@ class ModelTrace:
                 counters = self._count(2, FlopCounter)
                 self.operations = {name: counter.total for name, counter in counters.items()}
                 self.recomputed = counters["update"].recomputed
+                forward = FlopCounter()
+                self._count_velocity(2, forward, training=False)
+                self.forward_operations = forward.total
         except Exception as error:  # of the pipeline's own code
             name = type(pipe).__name__
             if not self._works_without_settings():
@@ -120,7 +124,7 @@ class ModelTrace:
         """Floating point operations of a held-out image."""
         model = self.policy.with_guidance(evaluation.guidance).at_size(evaluation.height, evaluation.width)
         if model is self.policy:
-            return (evaluation.steps * self.operations["rollout"] + self.operations["decoding"]) / 2
+            return (evaluation.steps * self.forward_operations + self.operations["decoding"]) / 2
         schedule, shape = model.schedule(evaluation.steps)
         x, conditioning = torch.zeros(1, *shape), model.encode([self.prompt])
         forward, decoding = FlopCounter(), FlopCounter()
@@ -137,17 +141,18 @@ class ModelTrace:
     def _count(self, rows: int, counter: Callable[[], Any]) -> dict[str, Any]:
         """A counter of that kind for each of `PASSES`, after its pass."""
         counters = {name: counter() for name in PASSES}
-        self._count_velocity(rows, counters["rollout"], training=False)
+        self._count_velocity(rows, counters["rollout"], training=False, guidance=self.args.sampling.guidance)
         self._count_velocity(rows, counters["update"], training=True)
         with self.policy.pipe.vae.counting(counters["decoding"], False):
             self.decoded_shape(rows)
         return counters
 
-    def _count_velocity(self, rows: int, counter: Any, training: bool) -> None:
-        conditioning = self.policy.encode([self.prompt] * rows)
+    def _count_velocity(self, rows: int, counter: Any, training: bool, guidance: float | None = None) -> None:
+        model = self.policy.with_guidance(guidance)
+        conditioning = model.encode([self.prompt] * rows)
         x, index = torch.zeros(rows, *self.latent_shape), torch.arange(rows)
         with self.policy.pipe.transformer.counting(counter, training, self.release_gradients):
-            self.policy.velocity(x, self.schedule.timesteps[0], conditioning, index)
+            model.velocity(x, self.schedule.timesteps[0], conditioning, index)
 
     def _works_without_settings(self) -> bool:
         """Whether the code can be traced as the pipeline calls it by default: then the config's settings are to blame."""

@@ -693,3 +693,24 @@ def test_a_reward_that_costs_time_or_money_is_not_called_to_measure_memory(tmp_p
     args = FlowGRPOConfig.from_yaml("tiny_grpo", [rewards, "evaluation.prompts=null"])
     assert fit.baseline_memory(args) > 0, "a page of human would fail on this port"
     assert (tmp_path / "called").is_file()
+
+
+def test_a_rollout_with_guidance_takes_two_passes_a_step_and_the_update_none_more():
+    plain, guided, steps = (
+        StepEstimator(FlowGRPOConfig.from_yaml(name, settings), cuda=False)
+        for name, settings in (
+            ("tiny_ocr", []),
+            ("tiny_ocr", ["sampling.guidance=3"]),
+            ("tiny_grpo", ["sampling.guidance=3"]),
+        )
+    )
+    forward, images = plain.trace.forward_operations / 2, 64
+    assert guided.trace.forward_operations == plain.trace.forward_operations
+    assert guided.estimate(64).forward - plain.estimate(64).forward == images * 5 * forward
+    assert guided.estimate(64).update == plain.estimate(64).update
+    trained = steps.args.objective.losses_per_image(steps.args.sampling.steps)
+    once = StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo"), cuda=False).estimate(64)
+    count = steps.args.prompts_per_step * steps.args.images_per_prompt
+    more = steps.estimate(64).forward - once.forward
+    assert more >= count * trained * forward, "a step records the probability by the trained velocity too"
+    assert steps.estimate(64).update == once.update
