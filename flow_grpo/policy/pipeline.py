@@ -53,6 +53,7 @@ class FlowPipeline:
         encoder: encodes prompts.
         supports_images_per_row: whether a call can have rows with different images; None until that was tried.
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
+        timestep_copies: how often such a call is given them: twice where the pipeline doubles the rows for guidance, but not a timestep.
         synced_call_count: given how many calls this process needs, how many all processes make.
     """
 
@@ -75,6 +76,7 @@ class FlowPipeline:
         arguments = {**defaults, **self._guidance_argument(guidance), **call}
         self.probe_prompts = probe_prompts(name, arguments)
         self.supports_per_sample_timesteps: bool | None = None
+        self.timestep_copies = 1
         self.supports_images_per_row: bool | None = None
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
         self._scheduler = InterceptingScheduler.from_scheduler(pipe.scheduler)
@@ -207,11 +209,16 @@ class FlowPipeline:
             states = x[:1].expand(2, *x.shape[1:])
             with torch.no_grad(), eager():  # not compiled for two rows
                 low, high = (self._velocity(states, t[None], conditioning, row)[0] for t in pair)
-                try:
-                    both = self._velocity(states, pair, conditioning, row)
-                    self.supports_per_sample_timesteps = rows_agree(both, low, high)
-                except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-                    self.supports_per_sample_timesteps = False
+                for self.timestep_copies in (1, 2) if self.guidance > 1 else (1,):
+                    try:
+                        agree = rows_agree(self._velocity(states, pair, conditioning, row), low, high)
+                    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+                        agree = False
+                    if agree:
+                        break
+                else:
+                    self.timestep_copies = 1
+            self.supports_per_sample_timesteps = agree
         return self.supports_per_sample_timesteps
 
     def accepts_images_per_row(self, x: Tensor, timestep: Tensor, prompt: str) -> bool:
@@ -231,7 +238,8 @@ class FlowPipeline:
         return self.supports_images_per_row
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
-        first_axis = timesteps[:1] if (timesteps == timesteps[0]).all() else timesteps[None]  # over which pipelines iterate
+        is_shared = (timesteps == timesteps[0]).all()
+        first_axis = timesteps[:1] if is_shared else timesteps.repeat(self.timestep_copies)[None]  # over which pipelines iterate
         v = self._call.call_with_recordings(conditioning, rows, first_axis, x).output.float()
         return -v if self._scheduler.config.invert_sigmas else v  # of a flow whose own sigmas are shares of the image
 
