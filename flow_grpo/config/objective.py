@@ -737,10 +737,14 @@ class Distill(ForwardProcess):
     """Distillation on the policy's own images: towards teachers, its anchors, by the distance of the velocities, arXiv 2605.08063.
 
     The papers compare at the states that a rollout visits; here its final latents are noised afresh, as for the other objectives of this
-    family, which have the same distribution if the policy's flow is that of its images.
+    family, which have the same distribution if the policy's flow is that of its images. By default the teacher is the base model with
+    guidance: the policy learns to sample without.
     """
 
     name: Literal["distill"] = "distill"
+    anchors: list[AnchorConfig] = Field(default_factory=lambda: [AnchorConfig(to="guided", guidance=4.5, weight=1.0)])
+    """The teachers, by `to: teacher` or `to: guided`, and further references, each with its weight; each reports its distance as
+    kl/teacher."""
     needs: ClassVar[Needs] = Needs(anchors=True)
 
     def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":

@@ -6,6 +6,7 @@ normalisation are then diffusers' own code, whatever the family of models.
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -209,17 +210,18 @@ class FlowPipeline:
             states = x[:1].expand(2, *x.shape[1:])
             with torch.no_grad(), eager():  # not compiled for two rows
                 low, high = (self._velocity(states, t[None], conditioning, row)[0] for t in pair)
-                for self.timestep_copies in (1, 2) if self.guidance > 1 else (1,):
-                    try:
-                        agree = rows_agree(self._velocity(states, pair, conditioning, row), low, high)
-                    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
-                        agree = False
-                    if agree:
-                        break
-                else:
-                    self.timestep_copies = 1
-            self.supports_per_sample_timesteps = agree
+                both = functools.partial(self._velocity, states, pair, conditioning, row)
+                fitting = (n for n in (1, 2)[: 1 + (self.guidance > 1)] if self._agrees_with_copies(n, both, low, high))
+                self.supports_per_sample_timesteps = next(fitting, None) is not None
         return self.supports_per_sample_timesteps
+
+    def _agrees_with_copies(self, copies: int, both: Callable[[], Tensor], low: Tensor, high: Tensor) -> bool:
+        """Whether a call with so many copies of the timesteps of two rows gives them what calls of their own do."""
+        self.timestep_copies = copies
+        try:
+            return rows_agree(both(), low, high)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            return False
 
     def accepts_images_per_row(self, x: Tensor, timestep: Tensor, prompt: str) -> bool:
         """Whether rows of one call can have different images. Tried once, by comparison with calls that have one image.
@@ -239,7 +241,9 @@ class FlowPipeline:
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         is_shared = (timesteps == timesteps[0]).all()
-        first_axis = timesteps[:1] if is_shared else timesteps.repeat(self.timestep_copies)[None]  # over which pipelines iterate
+        first_axis = (
+            timesteps[:1] if is_shared else timesteps.repeat(self.timestep_copies)[None]
+        )  # over which pipelines iterate
         v = self._call.call_with_recordings(conditioning, rows, first_axis, x).output.float()
         return -v if self._scheduler.config.invert_sigmas else v  # of a flow whose own sigmas are shares of the image
 

@@ -34,20 +34,23 @@ class ImageSampler:
 
     Attributes:
         microbatch: images per forward pass.
-        model: samples: the policy, or the same weights with the rollout's own guidance.
         score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum, processes: Processes) -> None:
         self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
         self.microbatch = args.microbatch
-        self.model = policy.with_guidance(args.sampling.guidance)
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         self.gradients = EndpointGradients(policy, args, rewards)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
         )
+
+    @property
+    def model(self) -> FlowPipeline:
+        """What samples: the policy, or the same weights with the rollout's own guidance."""
+        return self.policy.with_guidance(self.args.sampling.guidance)
 
     def window(self, step: int) -> list[int]:
         """The sampling steps that are trained in a training step; none on final latents."""
