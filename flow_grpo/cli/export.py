@@ -1,7 +1,7 @@
 """`flow-grpo export`: trained weights for others, with a model card."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,14 +21,29 @@ def export(
         int | None, typer.Option(min=0, help="Export the weights of this step's checkpoint.", show_default=False)
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Export the whole model with the LoRA merged into it.")] = False,
+    form: Annotated[
+        Literal["diffusers", "peft", "comfyui"],
+        typer.Option(
+            "--format",
+            help="The program that the LoRA is for: its names of layers and files.",
+        ),
+    ] = "diffusers",
+    dtype: Annotated[
+        Literal["fp32", "bf16"] | None,
+        typer.Option(
+            help="Numbers of the weights; by default fp32 for a LoRA, the run's for a whole model.",
+            show_default=False,
+        ),
+    ] = None,
     push: Annotated[
         str | None, typer.Option(help="Upload to the hub as user/name.", metavar="USER/NAME", show_default=False)
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
 ) -> None:
-    """Write trained weights for use elsewhere: the LoRA for diffusers, or the whole model, with a model card. Optionally upload them.
+    """Write trained weights for use elsewhere: the LoRA, or the whole model, with a model card. Optionally upload them.
 
     [bold]flow-grpo export runs/tiny_ocr --out signs[/bold]
+    [bold]flow-grpo export runs/tiny_ocr --format comfyui --dtype bf16 --out signs[/bold]
     [bold]flow-grpo export runs/tiny_ocr --merge --out signs-model[/bold]
     [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
     """
@@ -41,7 +56,7 @@ def export(
     if push is not None:
         check_push(push)
     folder = out or run / layout.EXPORT
-    for line in export_run(run, folder, best=best, checkpoint=checkpoint, merge=merge, repo=push):
+    for line in export_run(run, folder, best, checkpoint, merge, repo=push, form=form, dtype=dtype):
         say(line)
     if push is not None:
         say(f"pushed: {push_export(folder, push, private)}")

@@ -7,9 +7,9 @@ tells a later export what it may replace.
 import glob
 import json
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 from huggingface_hub import HfApi, get_token
@@ -19,48 +19,65 @@ from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
+from flow_grpo.export.lora import Format, comfyui_names, write_lora
 from flow_grpo.figures import draw_or_warn
 from flow_grpo.files import MAX_JSON, finish_files, new_files, regular_bytes
-from flow_grpo.policy import hub
-from flow_grpo.policy.families import lora_header
+from flow_grpo.policy.devices import DTYPES
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, check_links
-from flow_grpo.text import first_line, plain
+from flow_grpo.text import first_line
 from flow_grpo.tracking.tracker import plot_curves
 
 RESULT = "export"
-EXAMPLES = 4  # prompts in the header of a LoRA
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def export(
-    folder: Path, out: Path, best: bool = False, checkpoint: int | None = None, merge: bool = False, repo: str | None = None
+    folder: Path,
+    out: Path,
+    best: bool = False,
+    checkpoint: int | None = None,
+    merge: bool = False,
+    repo: str | None = None,
+    form: Format = "diffusers",
+    dtype: str | None = None,
 ) -> list[str]:
     """Write the export of the run in `folder` to `out`; returns messages for the user.
 
     Args:
         best: export the LoRA of the best evaluation instead of the last one.
         checkpoint: export the LoRA of that step's checkpoint.
-        merge: export the whole model with the LoRA added to its weights, in the dtype of the run.
+        merge: export the whole model with the LoRA added to its weights.
         repo: the export's name on the hub, user/name, for the card.
+        form: the program whose names and files the LoRA has.
+        dtype: fp32 or bf16; by default fp32 for a LoRA, and that of the run for a whole model.
 
     Raises:
-        FlowGRPOError: there is no such run or LoRA, the base model is missing, or `out` holds other files.
+        FlowGRPOError: there is no such run or LoRA, the base model is missing, the format can't hold it, or `out` holds other files.
     """
     run = RunReader(folder)
     check_links(folder)
     source, step = select_weights(run, best, checkpoint)
     previous, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
+    if form != "diffusers" and (merge or args.lora is None):
+        raise FlowGRPOError(f"--format {form} is for a LoRA, and this exports the whole model: leave it out.")
+    if form == "comfyui":
+        comfyui_names(args.model)
     merge = merge or args.lora is None  # all weights were trained
     title = repo.rpartition("/")[2] if repo else out.resolve().name
     with new_files(out, RESULT, previous) as new_folder:
-        notes = _write_weights(args, run, source, new_folder, merge, title=title)
+        notes = (
+            _write_merged(args, run, source, new_folder, dtype)
+            if merge
+            else _write_lora(args, run, source, new_folder, title=title, form=form, dtype=dtype or "fp32")
+        )
         (new_folder / layout.CONFIG).write_text(run.config_text, encoding="utf-8")
         curve = draw_or_warn(lambda: plot_curves(folder), folder / layout.CURVES, notes.append)
         if curve is not None:
             shutil.copy(curve, new_folder / layout.CURVES)
         model_card.write(new_folder, run.up_to_step(step), args, step=step, merged=merge, source=repo or out.resolve().name)
+        if form == "comfyui":
+            _write_preview(new_folder)
         files = sorted(str(file.relative_to(new_folder)) for file in new_folder.rglob("*") if file.is_file())
         content = {
             "flow_grpo": __version__,
@@ -98,27 +115,23 @@ def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[
     return weights, max([row["step"] for row in run.step_rows], default=0)
 
 
-def _write_weights(
-    args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, merge: bool, *, title: str
+def _write_lora(
+    args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, *, title: str, form: Format, dtype: str
 ) -> list[str]:
-    """Write the weights, for which the model is loaded unless they are in a file already; returns notes for the user."""
-    if not merge and source.parent.name != layout.CHECKPOINTS:
-        if not any((source / file).is_file() for file in (hub.WEIGHTS, hub.PEFT_WEIGHTS)):
-            raise FlowGRPOError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
-        _rewrite(source, folder, args, run, title)
-        return []
-    from flow_grpo.policy.library_logging import quiet_libraries
-    from flow_grpo.policy.loading import load_policy, save_merged
-    from flow_grpo.run_folder.weights import load_trained_weights
+    """Write the LoRA; returns notes for the user. The model is loaded if the LoRA is in a checkpoint."""
+    if source.parent.name != layout.CHECKPOINTS:
+        return write_lora(source, folder, args, run, title=title, form=form, dtype=DTYPES[dtype])
+    policy = _trained_policy(args, run, source)
+    with TemporaryDirectory(dir=folder) as saved:
+        policy.lora.save(Path(saved))
+        return write_lora(Path(saved), folder, args, run, title=title, form=form, dtype=DTYPES[dtype])
 
-    quiet_libraries()
-    policy = load_policy(args.model, "cpu", DTYPES[run.machine.get("dtype", "float32")])
-    load_trained_weights(policy, str(source))
-    if not merge:
-        policy.lora.save(folder)
-        _rewrite(folder, folder, args, run, title)
-        return []
-    save_merged(policy, folder, args.model)
+
+def _write_merged(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, dtype: str | None) -> list[str]:
+    """Write the whole model; returns notes for the user."""
+    from flow_grpo.policy.loading import save_merged
+
+    save_merged(_trained_policy(args, run, source, dtype), folder, args.model)
     _strip_local_paths(folder)
     if args.memory.quantize is None:
         return []
@@ -127,22 +140,27 @@ def _write_weights(
     ]
 
 
-def _rewrite(source: Path, folder: Path, args: FlowGRPOConfig, run: RunReader, title: str) -> None:
-    """Write the LoRA files of a folder to another one, with what other programs show of a LoRA in their headers."""
-    from flow_grpo.policy import lora_file
+def _trained_policy(args: FlowGRPOConfig, run: RunReader, source: Path, dtype: str | None = None) -> Any:
+    from flow_grpo.policy.library_logging import quiet_libraries
+    from flow_grpo.policy.loading import load_policy
+    from flow_grpo.run_folder.weights import load_trained_weights
 
-    prompts = [plain(prompt) for prompt in (run.evaluations[0]["prompts"][:EXAMPLES] if run.evaluations else [])]
-    header = {
-        **lora_header(hub.pipeline_class(args.model)),
-        "modelspec.title": title,
-        "modelspec.description": f"Prompts: {'; '.join(prompts)}" if prompts else "",
-        "ss_output_name": title,
-        "ss_sd_model_name": Path(args.model).name if Path(args.model).is_dir() else args.model,
-    }
-    for name in (hub.WEIGHTS, hub.PEFT_WEIGHTS, *(file.name for file in source.glob(hub.expert_weights("*")))):
-        if (source / name).is_file():
-            written = datetime.fromtimestamp((source / name).stat().st_mtime, UTC).isoformat(timespec="seconds")
-            lora_file.rewrite(source / name, folder / name, {**header, "modelspec.date": written})
+    quiet_libraries()
+    policy = load_policy(args.model, "cpu", dtype or _run_dtype(run))
+    load_trained_weights(policy, str(source))
+    return policy
+
+
+def _run_dtype(run: RunReader) -> str:
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    return names[run.machine.get("dtype", "float32")]
+
+
+def _write_preview(folder: Path) -> None:
+    """The first image after training beside each LoRA, by its name, as programs that list LoRAs show it."""
+    picture = folder / model_card.PICTURES / "0_after.png"
+    for file in folder.glob("*.safetensors") if picture.is_file() else ():
+        shutil.copy(picture, file.with_suffix(".png"))
 
 
 def _strip_local_paths(folder: Path) -> None:

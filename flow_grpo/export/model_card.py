@@ -22,7 +22,7 @@ from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.targets import unnamed_rewards
 from flow_grpo.policy import hub
-from flow_grpo.policy.families import family, makes_videos, takes
+from flow_grpo.policy.families import family, has_lora_loader, makes_videos, takes
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, value_of
@@ -31,6 +31,7 @@ from flow_grpo.text import code_block, escape_markdown, inline_code, link, markd
 TEMPLATES = Path(__file__).parent / "templates"
 CARD, PICTURES = "README.md", "pictures"
 ADAPTER_CONFIG = "adapter_config.json"  # of a LoRA in peft's format
+DIFFUSERS_AND_PEFT = (Path(hub.WEIGHTS).stem, Path(hub.PEFT_WEIGHTS).stem)
 MAX_PROMPTS = 8  # with images
 HUB = "https://huggingface.co"
 # Licences of the models in our presets, as their pages state them: the licence, and for `other` its name and file.
@@ -70,6 +71,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         "args": args,
         "lora": rank_and_alpha(args.lora, [folder, run.folder / layout.LORA, run.folder / layout.BEST]),
         "stages": [stage for _, stage in args.resolved_stages()],
+        "comfyui": [] if merged else comfyui_files(folder),
         "usage_code": usage_code(folder, args, run, merged, source),
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
         "licence": licence,
@@ -269,9 +271,17 @@ def _edited_prompt(kind: str, run: RunReader) -> str | None:
     return next(found, "make it night" if family(kind).needs_image else None)
 
 
-def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool, source: str) -> str:
-    """Python that loads the export and generates an image as the run's evaluations do."""
+def comfyui_files(folder: Path) -> list[str]:
+    """The LoRAs in an export that are for ComfyUI, as their names are those of no other program."""
+    return sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith(DIFFUSERS_AND_PEFT))
+
+
+def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool, source: str) -> str | None:
+    """Python that loads the export and generates an image as the run's evaluations do; None if only ComfyUI reads it."""
     kind = hub.pipeline_class(args.model)
+    loading = [] if merged else _loading(folder, source, kind)
+    if loading is None:
+        return None
     differs = family(kind)
     evaluated = args.evaluation_call_kwargs()
     call = {"num_inference_steps": args.evaluation.steps, **differs.call_kwargs}
@@ -293,7 +303,7 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     dtype = run.machine.get("dtype", "bfloat16")
     lines += ["", 'device = "cuda" if torch.cuda.is_available() else "cpu"']
     lines += [f"pipe = {kind}.from_pretrained({repr(source) if merged else base}, torch_dtype=torch.{dtype}).to(device)"]
-    lines += [] if merged else _loading(folder, source)
+    lines += loading
     source_image = f'\n    {differs.image}=load_image("source.png"),' if edited else ""
     arguments = source_image + "".join(f"\n    {key}={value!r}," for key, value in call.items())
     seed = "\n    generator=torch.Generator().manual_seed(0),"
@@ -306,18 +316,22 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     return "\n".join([*lines, f"image = {call_lines}.images[0]", 'image.save("picture.png")'])
 
 
-def _loading(folder: Path, source: str) -> list[str]:
-    """Lines that load a LoRA of this format, with its scale."""
+def _loading(folder: Path, source: str, kind: str) -> list[str] | None:
+    """Lines that load a LoRA of this format, with its scale; None if diffusers does not read it."""
     if (folder / hub.PEFT_WEIGHTS).is_file():
-        return [f"PeftModel.from_pretrained(pipe.transformer, {source!r})  # diffusers has no loader for this pipeline"]
-    with safe_open(folder / hub.WEIGHTS, "np") as file:
+        return [f"PeftModel.from_pretrained(pipe.transformer, {source!r})"]
+    files = comfyui_files(folder)
+    weights = files[0] if files else hub.WEIGHTS
+    with safe_open(folder / weights, "np") as file:
         for_pipeline = all(name.startswith("transformer.") for name in list(file.keys()))
+    if files and not (for_pipeline and has_lora_loader(kind)):
+        return None
     if for_pipeline:
-        loads = [f'pipe.load_lora_weights({source!r}, weight_name="{hub.WEIGHTS}", adapter_name="flow_grpo")']
+        loads = [f'pipe.load_lora_weights({source!r}, weight_name="{weights}", adapter_name="flow_grpo")']
         for file in sorted(folder.glob(hub.expert_weights("*"))):
             expert = file.stem.removeprefix(Path(hub.WEIGHTS).stem + "_")
             arguments = f'weight_name="{file.name}", adapter_name="flow_grpo", load_into_{expert}=True'
             loads.append(f"pipe.load_lora_weights(\n    {source!r}, {arguments}\n)")
         return [*loads, 'pipe.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']
-    load = f'pipe.transformer.load_lora_adapter(\n    {source!r}, weight_name="{hub.WEIGHTS}", prefix=None, adapter_name="flow_grpo"\n)'
+    load = f'pipe.transformer.load_lora_adapter(\n    {source!r}, weight_name="{weights}", prefix=None, adapter_name="flow_grpo"\n)'
     return [load, 'pipe.transformer.set_adapters("flow_grpo", 1.0)  # the LoRA\'s scale; 0 is the base model']

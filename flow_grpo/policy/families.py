@@ -91,12 +91,23 @@ FAMILIES = {
 HEADER_NAMES = {
     "StableDiffusion3Pipeline": ("stable-diffusion-3", "sd3"),
     "FluxPipeline": ("flux-1-dev", "flux1"),
+    "FluxKontextPipeline": ("flux-1-kontext", "flux1"),
     "Flux2Pipeline": ("flux-2", "flux2"),
     "Flux2KleinPipeline": ("flux-2-klein", "flux2_klein"),
     "QwenImagePipeline": ("qwen-image", "qwen_image"),
     "ZImagePipeline": ("z-image", "zimage"),
     "Lumina2Pipeline": ("lumina-2", "lumina2"),
     "WanPipeline": ("wan", "wan"),
+    "AuraFlowPipeline": ("auraflow", "auraflow"),
+    "ChromaPipeline": ("chroma", "chroma"),
+    "HiDreamImagePipeline": ("hidream-i1", "hidream"),
+    "HunyuanImagePipeline": ("hunyuan-image", "hunyuan_image"),
+    "HunyuanVideoPipeline": ("hunyuan-video", "hunyuan_video"),
+    "Kandinsky5T2IPipeline": ("kandinsky-5", "kandinsky5"),
+    "Krea2Pipeline": ("krea-2", "krea2"),
+    "LTXPipeline": ("ltx-video", "ltx"),
+    "QwenImageEditPipeline": ("qwen-image-edit", "qwen_image_edit"),
+    "QwenImageEditPlusPipeline": ("qwen-image-edit", "qwen_image_edit"),
 }
 
 
@@ -118,6 +129,11 @@ def denoisers(pipe: Any) -> list[str]:
     """The components of a pipeline that denoise and can be trained: `transformer`, and its further experts."""
     experts = family(type(pipe).__name__).experts
     return ["transformer", *(name for name in experts if getattr(pipe, name, None) is not None)]
+
+
+def has_lora_loader(pipeline: str) -> bool:
+    """Whether a pipeline of diffusers, named by its class, has `load_lora_weights`."""
+    return hasattr(getattr(diffusers, pipeline, None), "load_lora_weights")
 
 
 def makes_videos(pipeline: str) -> bool:

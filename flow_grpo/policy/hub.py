@@ -139,12 +139,23 @@ def component_names(source: str, prefixes: tuple[str, ...]) -> list[str]:
 
 def pipeline_class(name: str) -> str:
     """The class of a model's pipeline, from local files; without them DiffusionPipeline, which finds the class itself."""
+    return str(_local_index(name).get("_class_name", "DiffusionPipeline"))
+
+
+def component_class(name: str, component: str) -> str | None:
+    """The class of a part of a model's pipeline, from local files; None without them."""
+    entry = _local_index(name).get(component)
+    return entry[1] if isinstance(entry, list) and _names_class(entry) else None
+
+
+def _local_index(name: str) -> dict[str, Any]:
+    """The model_index.json of a model on this machine; {} if there is none or it is not readable."""
     cached = try_to_load_from_cache(name, INDEX) if looks_like_hub_id(name) else None
     file = Path(cached) if isinstance(cached, str) else BUNDLED_MODELS.get(name, Path(name)) / INDEX
     try:
-        return str(read_json(file)["_class_name"])
-    except (ValueError, KeyError, TypeError):
-        return "DiffusionPipeline"
+        return dict(read_json(file))
+    except (ValueError, TypeError):
+        return {}
 
 
 def resolve_lora(path: str | Path) -> tuple[str, str | None]:

@@ -6,10 +6,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
+from flow_grpo.config.loading import read_json
 from flow_grpo.config.sections import LoraConfig, MemoryConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
@@ -18,13 +20,14 @@ from flow_grpo.policy.encoding import ENCODER_PREFIXES, EmbeddingCache
 from flow_grpo.policy.families import denoisers
 from flow_grpo.policy.hub import check_weight_files, load_errors, weights_variant
 from flow_grpo.policy.library_logging import quietly
+from flow_grpo.policy.lora import linear_layers
 from flow_grpo.policy.memory import apply_memory_settings, cast_layers, move_to_device, quantization
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.policy.weights import write_transformer
 from flow_grpo.progress import phase
-from flow_grpo.rewards.downloads import downloads
+from flow_grpo.rewards.downloads import downloads, hub_file
 from flow_grpo.text import first_line
 
 # transformers and diffusers set global state while they load, which two threads would leave wrong
@@ -226,6 +229,17 @@ def check_generated(name: str, setting: str, asked: tuple[int | None, int | None
         raise FlowGRPOError(
             f"{setting}: {name} generates {size[0]} x {size[1]} pixels, not {height} x {width}: set that size."
         )
+
+
+def layer_shapes(model: str, component: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linear layers of a model's transformer by name, from its config alone."""
+    source = hub.resolve_model(model)
+    part_class = getattr(diffusers, hub.component_class(model, component) or "", None)
+    with load_errors(model, component), torch.device("meta"):
+        name = f"{component}/config.json"
+        file = Path(source) / name if Path(source).is_dir() else Path(hub_file(source, name))
+        layers = linear_layers(part_class.from_config(read_json(file)))  # type: ignore[union-attr]  # an error of its own
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 
 
 def save_merged(policy: Policy, folder: Path, base: str) -> None:

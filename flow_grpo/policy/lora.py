@@ -18,7 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.policy import lora_file
+from flow_grpo.policy import comfyui, lora_file
 from flow_grpo.policy.families import lora_header
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
 from flow_grpo.policy.library_logging import quietly
@@ -226,8 +226,15 @@ class Lora:
     def _place(self, found: LoraFile, component: str) -> dict[str, LoraLayer]:
         transformer = getattr(self.pipe, component)
         shapes = {name: (layer.out_features, layer.in_features) for name, layer in linear_layers(transformer).items()}
-        convert = type(self.pipe).lora_state_dict if self.has_pipeline_loader else None
-        return lora_file.place(found, type(self.pipe).__name__, shapes, convert)
+        return lora_file.place(found, type(self.pipe).__name__, shapes, self._converted(found, transformer, shapes))
+
+    def _converted(
+        self, found: LoraFile, transformer: Any, shapes: dict[str, tuple[int, int]]
+    ) -> Iterator[dict[str, LoraLayer]]:
+        if names := comfyui.FAMILIES.get(type(transformer).__name__):
+            yield comfyui.from_comfyui(found.layers, names, shapes)
+        if self.has_pipeline_loader:
+            yield from lora_file.by_diffusers(found, type(self.pipe).lora_state_dict)
 
     def _attach(self, component: str, layers: dict[str, LoraLayer], adapter: str) -> None:
         """Add a LoRA with these weights, and with the alpha of each layer."""

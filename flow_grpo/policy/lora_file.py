@@ -8,8 +8,8 @@ with the scale in `up` and alpha = rank.
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -276,18 +276,26 @@ def strip_prefixes(name: str) -> str:
     return name
 
 
+def flattened(name: str) -> str:
+    """A layer's name without what programs write before it, and with underscores in place of dots."""
+    stripped = strip_prefixes(name)
+    if "." in stripped:
+        return stripped.replace(".", "_")
+    return next((stripped.removeprefix(prefix) for prefix in FLAT_PREFIXES if stripped.startswith(prefix)), stripped)
+
+
 # -- a file's layers and the model's ------------------------------------------------------------------------------------------
 
 
 def place(
-    lora: LoraFile, model: str, shapes: Mapping[str, tuple[int, int]], converter: Callable | None
+    lora: LoraFile, model: str, shapes: Mapping[str, tuple[int, int]], converted: Iterable[dict[str, LoraLayer]] = ()
 ) -> dict[str, LoraLayer]:
     """The LoRA's layers by the names of the model's.
 
     Args:
         model: its class, for the sentences.
         shapes: (out, in) of the model's linear layers by name.
-        converter: diffusers' from the tensors of other programs to its own names, where the pipeline has one.
+        converted: the same layers by other names, which are tried if some have no place by those of the file.
 
     Raises:
         FlowGRPOError: a layer has no place in the model, or another shape there.
@@ -296,9 +304,9 @@ def place(
         only = lora.text_encoders and f": it has only layers of {' and '.join(lora.text_encoders)}"
         raise FlowGRPOError(f"the LoRA {lora.source} holds no weights for the transformer of this model{only or ''}.")
     placed, homeless = _by_name(lora.layers, shapes)
-    for converted in _conversions(lora, converter) if homeless and converter else ():
-        again = _by_name(converted, shapes)
-        if len(again[1]) < len(homeless) and _weights(converted) == _weights(lora.layers):
+    for layers in converted if homeless else ():
+        again = _by_name(layers, shapes)
+        if len(again[1]) < len(homeless) and _weights(layers) == _weights(lora.layers):
             placed, homeless = again
     if homeless:
         raise FlowGRPOError(
@@ -323,12 +331,8 @@ def _by_name(layers: Mapping[str, LoraLayer], names: Collection[str]) -> tuple[d
     placed: dict[str, LoraLayer] = {}
     homeless = []
     for name, layer in layers.items():
-        stripped = strip_prefixes(name)
-        underscored = next(
-            (stripped.removeprefix(prefix) for prefix in FLAT_PREFIXES if stripped.startswith(prefix)), stripped
-        )
-        found = next((one for one in (name, stripped) if one in names), None)
-        alike = flat.get(underscored, [])
+        found = next((one for one in (name, strip_prefixes(name)) if one in names), None)
+        alike = flat.get(flattened(name), [])
         home = found or (alike[0] if len(alike) == 1 else None)
         if home is None or home in placed:
             homeless.append(name)
@@ -337,8 +341,12 @@ def _by_name(layers: Mapping[str, LoraLayer], names: Collection[str]) -> tuple[d
     return placed, homeless
 
 
-def _conversions(lora: LoraFile, converter: Callable) -> Iterator[dict[str, LoraLayer]]:
-    """The layers by diffusers' names, if it can convert those of the file: its converters look at the matrices' names too."""
+def by_diffusers(lora: LoraFile, converter: Callable) -> Iterator[dict[str, LoraLayer]]:
+    """The layers by diffusers' names, if its converter takes those of the file. Converters look at the matrices' names too.
+
+    Args:
+        converter: from the tensors of other programs to those of diffusers.
+    """
     for down, up in (("lora_A", "lora_B"), ("lora_down", "lora_up")):
         tensors: dict[str, Tensor] = {}
         for name, layer in lora.layers.items():
@@ -373,9 +381,14 @@ def _weights(layers: Mapping[str, LoraLayer]) -> int:
 
 
 def write(
-    file: Path, layers: Mapping[str, LoraLayer], prefix: str, header: Mapping[str, str], config: dict[str, Any]
+    file: Path,
+    layers: Mapping[str, LoraLayer],
+    prefix: str,
+    header: Mapping[str, str],
+    config: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a LoRA in float32 with alpha = rank, and the checksum that `read` compares.
+    """Write a LoRA with alpha = rank, and the checksum that `read` compares.
 
     Layers of a smaller rank than others get zeros: older versions of diffusers take one alpha for all.
 
@@ -386,25 +399,33 @@ def write(
         config: peft's; its rank and alpha are replaced.
     """
     rank = max(layer.rank for layer in layers.values())
-    tensors: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        padded = layer.folded().padded(rank)
-        tensors |= {
-            f"{prefix}{name}.lora_A.weight": padded.down.cpu().contiguous(),
-            f"{prefix}{name}.lora_B.weight": padded.up.cpu().contiguous(),
-        }
+    padded = {f"{prefix}{name}": layer.folded().padded(rank) for name, layer in layers.items()}
     config = folded_config(config, rank)
     packed = {f"{prefix}{name}": value for name, value in config.items()} if prefix == PIPELINE_PREFIX else config
-    sizes = {"ss_network_dim": str(rank), "ss_network_alpha": str(rank)}
-    metadata = {"format": "pt", **header, **sizes, HEADER_CONFIG: json.dumps(packed, sort_keys=True)}
-    save_file(tensors, file, {**metadata, DATA_HASH: UNKNOWN_HASH, CHECKSUM: UNKNOWN_HASH})
-    seal_safetensors(file)
+    write_named(file, padded, {**header, HEADER_CONFIG: json.dumps(packed, sort_keys=True)}, dtype)
     if prefix == PEFT_PREFIX:
         (file.parent / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def rewrite(file: Path, target: Path, header: Mapping[str, str]) -> None:
-    """Write a LoRA file anew, with the scale in its matrices, further entries in its header, and the names that it has.
+def write_named(file: Path, layers: Mapping[str, LoraLayer], header: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Write a LoRA by names that are complete, with alpha = rank of each layer.
+
+    Args:
+        header: further entries of its header; also the rank that it gives, which is otherwise the largest.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, layer in layers.items():
+        folded = layer.folded()
+        for part, value in (("lora_A", folded.down), ("lora_B", folded.up)):
+            tensors[f"{name}.{part}.weight"] = value.to("cpu", dtype).contiguous()
+    rank = str(max(layer.rank for layer in layers.values()))
+    sizes = {"ss_network_dim": rank, "ss_network_alpha": rank}
+    save_file(tensors, file, {"format": "pt", **sizes, **header, DATA_HASH: UNKNOWN_HASH, CHECKSUM: UNKNOWN_HASH})
+    seal_safetensors(file)
+
+
+def read_own(file: Path) -> tuple[LoraFile, str]:
+    """A LoRA that this package wrote, its layers by the model's names, and what stands before them in the file.
 
     FlowGRPOError as in `read`, or if values are not finite.
     """
@@ -412,8 +433,7 @@ def rewrite(file: Path, target: Path, header: Mapping[str, str]) -> None:
     values = {f"{name}.{part}": getattr(layer, part) for name, layer in found.layers.items() for part in ("down", "up")}
     check_weights(values, str(file))
     prefix = next((one for one in (PEFT_PREFIX, PIPELINE_PREFIX) if next(iter(found.layers)).startswith(one)), "")
-    layers = {name.removeprefix(prefix): layer for name, layer in found.layers.items()}
-    write(target, layers, prefix, header, found.config)
+    return replace(found, layers={name.removeprefix(prefix): layer for name, layer in found.layers.items()}), prefix
 
 
 def folded_config(config: dict[str, Any], rank: int) -> dict[str, Any]:

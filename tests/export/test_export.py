@@ -12,11 +12,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from peft import PeftModel
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.embedded import CALL, short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
+from support.families import TINY
 from support.hub_server import deleted, local_hub, settings, uploaded
 from support.paths import ROOT
 
@@ -24,8 +26,9 @@ from flow_grpo.config.sections import LoraConfig
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
-from flow_grpo.policy import hub
+from flow_grpo.policy import hub, lora_file
 from flow_grpo.policy.loading import load_policy, save_merged
+from flow_grpo.policy.lora import Lora
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import plain
@@ -69,6 +72,112 @@ def shared(run) -> Path:
 def merged(run) -> Path:
     export(run, run.parent / "whole", merge=True)
     return run.parent / "whole"
+
+
+def differences(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the LoRA in a file adds to each layer, by the tensors alone."""
+    downs = {name.removesuffix(".lora_A.weight"): down for name, down in weights.items() if "lora_A" in name}
+    return {
+        lora_file.strip_prefixes(name): weights[f"{name}.lora_B.weight"].double() @ down.double()
+        for name, down in downs.items()
+    }
+
+
+def test_peft_loads_an_export_in_its_format_with_its_full_strength(run, tmp_path):
+    export(run, tmp_path / "signs", form="peft")
+    right = differences(load_file(run / "lora" / hub.WEIGHTS))
+    model = PeftModel.from_pretrained(tiny_policy().pipe.transformer, tmp_path / "signs")
+    layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
+    assert {lora_file.strip_prefixes(name) for name in layers} == right.keys()
+    for name, layer in layers.items():
+        added = layer.get_delta_weight("default").double()
+        wanted = right[lora_file.strip_prefixes(name)]
+        torch.testing.assert_close(added, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    assert "PeftModel.from_pretrained(pipe.transformer, 'signs')" in (tmp_path / "signs" / model_card.CARD).read_text()
+
+
+def test_bf16_halves_the_file_and_rounds_each_matrix_once(run, shared, tmp_path):
+    export(run, tmp_path / "signs", dtype="bf16")
+    weights, exact = (load_file(folder / hub.WEIGHTS) for folder in (tmp_path / "signs", shared))
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    sizes = [sum(value.nbytes for value in tensors.values()) for tensors in (weights, exact)]
+    assert sizes[0] * 2 == sizes[1]
+    rounding = 2.0**-8  # of a number with 8 significant bits
+    largest = differences({name: value.abs() for name, value in exact.items()})
+    for name, added in differences(weights).items():
+        off = (added - differences(exact)[name]).abs()
+        assert (off <= (2 * rounding + rounding**2) * largest[name]).all()
+    again = tiny_policy()
+    again.load_lora(tmp_path / "signs")
+
+
+def test_an_export_for_comfyui_has_its_own_file_and_picture(run, tmp_path):
+    export(run, tmp_path / "signs", checkpoint=2, form="comfyui", dtype="bf16")
+    assert {file.name for file in (tmp_path / "signs").glob("signs*")} == {"signs.safetensors", "signs.png"}
+    assert not (tmp_path / "signs" / hub.WEIGHTS).exists()
+    manifest = json.loads((tmp_path / "signs" / layout.EXPORT_MANIFEST).read_text())
+    assert {"signs.safetensors", "signs.png"} <= set(manifest["files"])
+    picture = Image.open(tmp_path / "signs" / "signs.png")
+    assert picture.size == (240, 96)
+    card = (tmp_path / "signs" / model_card.CARD).read_text()
+    assert "In ComfyUI: copy `signs.safetensors` to `models/loras`" in card
+    assert 'weight_name="signs.safetensors"' in card
+    with safe_open(tmp_path / "signs" / "signs.safetensors", "pt") as opened:
+        header, names = opened.metadata(), list(opened.keys())
+    assert all(name.startswith("transformer.") for name in names)
+    assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("4", "4")
+    assert header["modelspec.title"] == header["ss_output_name"] == "signs"
+    assert header["modelspec.architecture"] == "stable-diffusion-3/lora"
+    assert header["ss_base_model_version"] == "sd3"
+    assert header["modelspec.resolution"] == "80x32"
+    assert re.fullmatch(r"0x[0-9a-f]{64}", header["modelspec.hash_sha256"])
+    assert "lora_adapter_metadata" not in header, "a rank for all layers would be wrong where some are fused"
+    policy = tiny_policy()
+    policy.load_lora(tmp_path / "signs")
+    assert len(policy.adapter_state()) == len(names)
+
+
+def test_a_model_that_comfyui_does_not_have_is_one_sentence(run, tmp_path):
+    folder, model = synthetic_run(tmp_path / "run"), tmp_path / "model"
+    model.mkdir()
+    index = {"_class_name": "SanaPipeline", "transformer": ["diffusers", "SanaTransformer2DModel"]}
+    (model / "model_index.json").write_text(json.dumps(index))
+    (folder / "config.yaml").write_text((folder / "config.yaml").read_text().replace("model: tiny", f"model: {model}"))
+    (folder / "lora").mkdir()
+    save_file(A_LAYER, folder / "lora" / hub.WEIGHTS)
+    with pytest.raises(
+        ValueError, match="ComfyUI has no model of the kind SanaTransformer2DModel, or its names are not known"
+    ):
+        export(folder, tmp_path / "out", form="comfyui")
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="--format comfyui is for a LoRA, and this exports the whole model"):
+        export(run, tmp_path / "out", merge=True, form="comfyui")
+
+
+@pytest.mark.parametrize("name", ["wan22", "hunyuan_video"])
+def test_layers_of_comfyui_are_made_of_those_of_the_model(name, tmp_path):
+    """Two experts are two files; where only some parts of a layer were trained, the model's config has the size of the others."""
+    pipe = TINY[name].build()
+    pipe.save_pretrained(tmp_path / "model")
+    experts = [one for one in ("transformer_2",) if getattr(pipe, one, None) is not None]
+    lora = Lora(pipe, torch.float32, ("attn1.to_q", "attn.to_q"), experts)
+    lora.add(4, 8, None, seed=0)
+    folder = synthetic_run(tmp_path / "run")
+    lora.save(folder / "lora")
+    (folder / "config.yaml").write_text(
+        (folder / "config.yaml").read_text().replace("model: tiny", f"model: {tmp_path / 'model'}")
+    )
+    export(folder, tmp_path / "signs", form="comfyui")
+    files = [f"signs_{kind}_noise" for kind in ("high", "low")] if experts else ["signs"]
+    for file in files:
+        weights = load_file(tmp_path / "signs" / f"{file}.safetensors")
+        assert all(part.startswith("diffusion_model.") for part in weights)
+    if not experts:
+        assert weights["diffusion_model.single_blocks.0.linear1.lora_B.weight"].shape == (3 * 32 + 128, 4)
+        assert "pipe.load_lora_weights" not in (tmp_path / "signs" / model_card.CARD).read_text()
+    else:
+        with pytest.raises(ValueError, match="peft's format holds the LoRA of one transformer, and this model has 2"):
+            export(folder, tmp_path / "peft", form="peft")
 
 
 def html(folder: Path) -> str:

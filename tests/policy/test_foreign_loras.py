@@ -127,7 +127,8 @@ def test_a_lora_of_version_0_4_keeps_the_alpha_of_its_header(policy, difference,
     header = {"format": "pt", "lora_adapter_metadata": json.dumps(config)}
     save_file(tensors(difference, prefix="transformer."), tmp_path / WEIGHTS, header)
     assert_adds(policy, tmp_path, difference, 2)
-    lora_file.rewrite(tmp_path / WEIGHTS, tmp_path / "again.safetensors", {"modelspec.title": "signs"})
+    found, prefix = lora_file.read_own(tmp_path / WEIGHTS)
+    lora_file.write(tmp_path / "again.safetensors", found.layers, prefix, {"modelspec.title": "signs"}, found.config)
     assert_adds(policy, tmp_path / "again.safetensors", difference, 2)
     assert all(torch.equal(b, 2 * difference[name][1]) for name, b in ups(tmp_path / "again.safetensors").items())
 

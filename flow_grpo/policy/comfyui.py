@@ -1,0 +1,260 @@
+"""The names by which ComfyUI reads a LoRA, from those of diffusers' transformers and back.
+
+ComfyUI reads the names of its own modules after `diffusion_model.`, and of many families also those of diffusers after `transformer.`. A
+layer keeps its name where ComfyUI reads it; the tables have the others. In some models of ComfyUI one layer computes what several of
+diffusers do, such as query, key and value. Its LoRA has their `down` one below the other, and their `up` as blocks on the diagonal.
+
+Sources: `comfy/lora.py`, `comfy/utils.py` and `comfy/ldm/` of ComfyUI at commit 3086026 (0.19.3); for Krea 2 at 17358c8.
+"""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from flow_grpo.policy.lora_file import PIPELINE_PREFIX, LoraLayer, flattened
+
+OWN_PREFIX = "diffusion_model."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer is in ComfyUI's model.
+
+    Attributes:
+        layer: the name of ComfyUI's layer. `*` is a number and `**` the rest of a name, as in the name of the layer of diffusers.
+        part: of a layer that is several of diffusers': which part of its rows, counted from 0.
+        swapped: whether its rows are scale and shift, which are in the other order there.
+    """
+
+    layer: str
+    part: int = 0
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names of a family's layers in ComfyUI.
+
+    Attributes:
+        places: by the name in diffusers.
+        keeps_others: whether ComfyUI reads diffusers' names of all other layers.
+    """
+
+    places: Mapping[str, str | Place] = field(default_factory=dict)
+    keeps_others: bool = False
+
+    def place(self, name: str) -> Place | None:
+        """Where a layer of diffusers is; None if it has no other name there."""
+        for ours, theirs in self.places.items():
+            if match := re.fullmatch(_pattern(ours), name):
+                found = theirs if isinstance(theirs, Place) else Place(theirs)
+                return Place(_filled(found.layer, match.groups()), found.part, found.swapped)
+        return None
+
+    def parts(self, layer: str) -> list[str]:
+        """The names in diffusers of the layers that a layer of ComfyUI is made of, in the order of its rows."""
+        parts = {}
+        for ours, theirs in self.places.items():
+            place = theirs if isinstance(theirs, Place) else Place(theirs)
+            if match := re.fullmatch(_pattern(place.layer), layer):
+                parts[place.part] = _filled(ours, match.groups())
+        return [parts[i] for i in sorted(parts)]
+
+
+def _pattern(name: str) -> str:
+    return re.escape(name).replace(r"\*\*", "(.+)").replace(r"\*", r"(\d+)")
+
+
+def _filled(name: str, values: Collection[str]) -> str:
+    left = iter(values)
+    return re.sub(r"\*+", lambda _: next(left), name)
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _fused(ours: str, theirs: str, parts: tuple[str, ...] = ("to_q", "to_k", "to_v")) -> dict[str, str | Place]:
+    """The layers `ours`.part, which are the rows of one layer there."""
+    return {f"{ours}.{part}": Place(theirs, i) for i, part in enumerate(parts)}
+
+
+def _embedder(ours: str, theirs: str, ends: tuple[str, str] = ("in_layer", "out_layer")) -> dict[str, str | Place]:
+    return {f"{ours}.linear_{i + 1}": f"{theirs}.{end}" for i, end in enumerate(ends)}
+
+
+_WAN: dict[str, str | Place] = {
+    **_embedder("condition_embedder.time_embedder", "time_embedding", ("0", "2")),
+    **_embedder("condition_embedder.text_embedder", "text_embedding", ("0", "2")),
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    **{
+        f"blocks.*.{ours}.{part}": f"blocks.*.{theirs}.{end}"
+        for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for part, end in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+    },
+    "blocks.*.attn2.add_k_proj": "blocks.*.cross_attn.k_img",
+    "blocks.*.attn2.add_v_proj": "blocks.*.cross_attn.v_img",
+    "blocks.*.ffn.net.0.proj": "blocks.*.ffn.0",
+    "blocks.*.ffn.net.2": "blocks.*.ffn.2",
+    "proj_out": "head.head",
+}
+
+_LTX: dict[str, str | Place] = {
+    "proj_in": "patchify_proj",
+    "time_embed.**": "adaln_single.**",
+    "caption_projection.**": "caption_projection.**",
+    "transformer_blocks.**": "transformer_blocks.**",
+    "proj_out": "proj_out",
+}
+
+_LUMINA2: dict[str, str | Place] = {
+    "x_embedder": "x_embedder",
+    **_embedder("time_caption_embed.timestep_embedder", "t_embedder.mlp", ("0", "2")),
+    "time_caption_embed.caption_embedder.1": "cap_embedder.1",
+    "norm_out.linear_1": "final_layer.adaLN_modulation.1",
+    "norm_out.linear_2": "final_layer.linear",
+}
+for _blocks in ("noise_refiner.*", "context_refiner.*", "layers.*"):
+    _LUMINA2 |= {
+        **_fused(f"{_blocks}.attn", f"{_blocks}.attention.qkv"),
+        f"{_blocks}.attn.to_out.0": f"{_blocks}.attention.out",
+        **{f"{_blocks}.feed_forward.linear_{i}": f"{_blocks}.feed_forward.w{i}" for i in (1, 2, 3)},
+        f"{_blocks}.norm1.linear": f"{_blocks}.adaLN_modulation.1",
+    }
+
+_REFINER = ("context_embedder.token_refiner.refiner_blocks.*", "txt_in.individual_token_refiner.blocks.*")
+_HUNYUAN: dict[str, str | Place] = {
+    **_embedder("context_embedder.time_text_embed.timestep_embedder", "txt_in.t_embedder"),
+    **_embedder("context_embedder.time_text_embed.text_embedder", "txt_in.c_embedder"),
+    "context_embedder.proj_in": "txt_in.input_embedder",
+    **_fused(f"{_REFINER[0]}.attn", f"{_REFINER[1]}.self_attn.qkv"),
+    f"{_REFINER[0]}.attn.to_out.0": f"{_REFINER[1]}.self_attn.proj",
+    f"{_REFINER[0]}.ff.net.0.proj": f"{_REFINER[1]}.mlp.0",
+    f"{_REFINER[0]}.ff.net.2": f"{_REFINER[1]}.mlp.2",
+    f"{_REFINER[0]}.norm_out.linear": f"{_REFINER[1]}.adaLN_modulation.1",
+    "transformer_blocks.*.norm1.linear": "double_blocks.*.img_mod.lin",
+    "transformer_blocks.*.norm1_context.linear": "double_blocks.*.txt_mod.lin",
+    **_fused("transformer_blocks.*.attn", "double_blocks.*.img_attn.qkv"),
+    **_fused("transformer_blocks.*.attn", "double_blocks.*.txt_attn.qkv", ("add_q_proj", "add_k_proj", "add_v_proj")),
+    "transformer_blocks.*.attn.to_out.0": "double_blocks.*.img_attn.proj",
+    "transformer_blocks.*.attn.to_add_out": "double_blocks.*.txt_attn.proj",
+    "transformer_blocks.*.ff.net.0.proj": "double_blocks.*.img_mlp.0",
+    "transformer_blocks.*.ff.net.2": "double_blocks.*.img_mlp.2",
+    "transformer_blocks.*.ff_context.net.0.proj": "double_blocks.*.txt_mlp.0",
+    "transformer_blocks.*.ff_context.net.2": "double_blocks.*.txt_mlp.2",
+    "single_transformer_blocks.*.norm.linear": "single_blocks.*.modulation.lin",
+    **_fused("single_transformer_blocks.*", "single_blocks.*.linear1", ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+    "single_transformer_blocks.*.proj_out": "single_blocks.*.linear2",
+    "norm_out.linear": Place("final_layer.adaLN_modulation.1", swapped=True),
+    "proj_out": "final_layer.linear",
+}
+_HUNYUAN_VIDEO: dict[str, str | Place] = {
+    **_HUNYUAN,
+    **_embedder("time_text_embed.timestep_embedder", "time_in"),
+    **_embedder("time_text_embed.text_embedder", "vector_in"),
+    **_embedder("time_text_embed.guidance_embedder", "guidance_in"),
+}
+_HUNYUAN_IMAGE: dict[str, str | Place] = {
+    **_HUNYUAN,
+    **_embedder("time_guidance_embed.timestep_embedder", "time_in"),
+    **_embedder("time_guidance_embed.timestep_embedder_r", "time_r_in"),
+    **_embedder("time_guidance_embed.guidance_embedder", "guidance_in"),
+    **{f"context_embedder_2.linear_{i}": f"byt5_in.fc{i}" for i in (1, 2, 3)},
+}
+
+_FLUX2: dict[str, str | Place] = {
+    **_embedder("time_guidance_embed.timestep_embedder", "time_in"),
+    **_embedder("time_guidance_embed.guidance_embedder", "guidance_in"),
+    "double_stream_modulation_img.linear": "double_stream_modulation_img.lin",
+    "double_stream_modulation_txt.linear": "double_stream_modulation_txt.lin",
+    "single_stream_modulation.linear": "single_stream_modulation.lin",
+}
+_CHROMA: dict[str, str | Place] = {
+    **_embedder("distilled_guidance_layer.layers.*", "distilled_guidance_layer.layers.*"),
+    "distilled_guidance_layer.in_proj": "distilled_guidance_layer.in_proj",
+    "distilled_guidance_layer.out_proj": "distilled_guidance_layer.out_proj",
+}
+_SAME = Names(keeps_others=True)
+FAMILIES = {  # by the class of the transformer
+    "AuraFlowTransformer2DModel": _SAME,
+    "ChromaTransformer2DModel": Names(_CHROMA, keeps_others=True),
+    "ErnieImageTransformer2DModel": Names({"**": "**"}),
+    "Flux2Transformer2DModel": Names(_FLUX2, keeps_others=True),
+    "FluxTransformer2DModel": _SAME,
+    "HiDreamImageTransformer2DModel": _SAME,
+    "HunyuanImageTransformer2DModel": Names(_HUNYUAN_IMAGE),
+    "HunyuanVideoTransformer3DModel": Names(_HUNYUAN_VIDEO),
+    "Kandinsky5Transformer3DModel": _SAME,
+    "Krea2Transformer2DModel": _SAME,
+    "LTXVideoTransformer3DModel": Names(_LTX),
+    "LongCatImageTransformer2DModel": Names(_embedder("time_embed.timestep_embedder", "time_in"), keeps_others=True),
+    "Lumina2Transformer2DModel": Names(_LUMINA2),
+    "QwenImageTransformer2DModel": _SAME,
+    "SD3Transformer2DModel": _SAME,
+    "WanTransformer3DModel": Names(_WAN),
+    "ZImageTransformer2DModel": _SAME,
+}
+
+# -- layers ---------------------------------------------------------------------------------------------------------------
+
+
+def to_comfyui(
+    layers: Mapping[str, LoraLayer], names: Names, rows: Callable[[str], int]
+) -> tuple[dict[str, LoraLayer], list[str]]:
+    """A LoRA by the names that ComfyUI reads, and the names of the layers that have none there.
+
+    Args:
+        layers: by diffusers' names.
+        rows: of a layer of the model that the LoRA has no weights for.
+    """
+    places = {name: place for name in layers if (place := names.place(name))}
+    others = [name for name in layers if name not in places]
+    named = {PIPELINE_PREFIX + name: layers[name].folded() for name in others} if names.keeps_others else {}
+    for layer in dict.fromkeys(place.layer for place in places.values()):
+        parts = [
+            (_swapped(layers[name]) if places[name].swapped else layers[name]).folded() if name in layers else rows(name)
+            for name in names.parts(layer)
+        ]
+        named[OWN_PREFIX + layer] = _fuse(parts)
+    return named, [] if names.keeps_others else others
+
+
+def from_comfyui(
+    layers: Mapping[str, LoraLayer], names: Names, shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, LoraLayer]:
+    """The layers of a LoRA that have ComfyUI's names, by diffusers'; the others as they are.
+
+    Args:
+        shapes: (out, in) of the model's layers by diffusers' names.
+    """
+    places = {name: place for name in shapes if (place := names.place(name))}
+    by_layer: dict[str, list[str]] = {}
+    for name in sorted(places, key=lambda name: places[name].part):
+        by_layer.setdefault(places[name].layer.replace(".", "_"), []).append(name)
+    found: dict[str, LoraLayer] = {}
+    for name, layer in layers.items():
+        parts = by_layer.get(flattened(name), [])
+        sizes = [shapes[part][0] for part in parts]
+        if sum(sizes) != layer.shape[0]:
+            found[name] = layer
+            continue
+        for part, up in zip(parts, layer.up.split(sizes), strict=True):
+            own = LoraLayer(layer.down, up, layer.alpha)
+            found[part] = _swapped(own) if places[part].swapped else own
+    return found
+
+
+def _swapped(layer: LoraLayer) -> LoraLayer:
+    first, second = layer.up.chunk(2)
+    return LoraLayer(layer.down, torch.cat([second, first]), layer.alpha)
+
+
+def _fuse(parts: list[LoraLayer | int]) -> LoraLayer:
+    """One layer of several, whose rows follow one another; a number is rows that do not change."""
+    layers = [part for part in parts if isinstance(part, LoraLayer)]
+    blocks = [part.up if isinstance(part, LoraLayer) else layers[0].up.new_zeros(part, 0) for part in parts]
+    down = torch.cat([layer.down for layer in layers])
+    return LoraLayer(down, torch.block_diag(*blocks), down.shape[0])
