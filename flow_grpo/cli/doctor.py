@@ -55,7 +55,9 @@ def doctor(
     [bold]flow-grpo doctor tiny_grpo --step-variance --transitions cps --noise-levels 0.6,0.8[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.doctor import show
+    from flow_grpo.doctor.model import check_model
+    from flow_grpo.doctor.result import show
+    from flow_grpo.doctor.run import run_checks
     from flow_grpo.doctor.step_variance import check_step_variance
 
     step_variance = step_variance or explore
@@ -71,7 +73,9 @@ def doctor(
     passed = True
     try:
         if model is not None:
-            passed = show.show_model_checks(console, _load(model, overrides or []), json_file)
+            policy = _load(model, overrides or [])
+            sections = (("", [result]) for result in check_model(policy))
+            passed = show(console, type(policy.pipe).__name__, sections, "the pipeline can be trained", json_file)
             if config is not None:
                 say(f"The config was not checked, as --model checks a pipeline alone: run flow-grpo doctor {config}.")
         elif step_variance:
@@ -79,7 +83,9 @@ def doctor(
             levels = [_noise_level(level) for level in noise_levels.split(",")]
             check_step_variance(console, FlowGRPOConfig.from_yaml(config or "tiny_grpo", overrides), names, levels, out)
         else:
-            passed = show.show_run_checks(console, FlowGRPOConfig.from_yaml(config, overrides), json_file)
+            args = FlowGRPOConfig.from_yaml(config, overrides)
+            title = f"{args.model}, {args.objective.name}"
+            passed = show(console, title, run_checks(args), "the run can be started", json_file)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if not passed:

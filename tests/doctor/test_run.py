@@ -16,8 +16,8 @@ from support.sample_rewards import nan, raises
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.doctor import resources, show
-from flow_grpo.doctor.result import ERROR, OK, CheckResult, conclusion
+from flow_grpo.doctor import resources
+from flow_grpo.doctor.result import ERROR, OK, CheckResult, conclusion, show
 from flow_grpo.doctor.run import RunChecks, run_checks
 
 
@@ -122,19 +122,17 @@ def test_the_command_prints_80_columns_writes_its_results_and_exits_with_an_erro
     command.finish(130)
 
 
-def test_results_are_kept_at_an_error_and_untrusted_text_is_made_visible(tmp_path, monkeypatch):
+def test_results_are_kept_at_an_error_and_untrusted_text_is_made_visible(tmp_path):
     """Checks that end with an error, of a run whose names and sentences hold escape sequences and markup."""
     evil = "\x1b[7m[b]x[/c]"
 
-    def sections(args):
+    def sections():
         yield f"groups of {evil}", [CheckResult(evil, evil, ERROR, f"{evil}.")]
         raise ValueError("the camera is off")
 
-    monkeypatch.setattr(show.run, "run_checks", sections)
     shown, file = io.StringIO(), tmp_path / "found.json"
-    args = short_run(tmp_path).model_copy(update={"model": evil})
     with pytest.raises(ValueError, match="the camera is off"):
-        show.show_run_checks(Console(file=shown, width=300), args, file)
+        show(Console(file=shown, width=300), f"{evil}, grpo", sections(), "the run can be started", file)
     assert "\x1b" not in shown.getvalue()
     assert shown.getvalue().count(r"\x1b[7m[b]x[/c]") == 5
     content = json.loads(file.read_text())
