@@ -126,11 +126,11 @@ BUGS = [
         "tests/training/test_noise_levels.py -k shared_by_a_group",
     ),
     (
-        "the average that draws crd's images stands still",
+        "crd's old policy stands still",
         "flow_grpo/training/update.py",
         "in self.args.objective.policy_copies.items():",
-        "in list(self.args.objective.policy_copies.items())[:1]:",
-        "tests/training/test_forward_process_loss.py -k average_that_draws",
+        "in list(self.args.objective.policy_copies.items())[1:]:",
+        "tests/training/test_forward_process_loss.py -k crd_follows",
     ),
     (
         "a checkpoint has not the average that draws crd's images",
@@ -326,7 +326,7 @@ BUGS = [
         "flow_grpo/doctor/step_variance.py",
         '"shared_initial_noise": True',
         '"shared_initial_noise": False',
-        "tests/training/test_objectives_end_to_end.py -k auto_window",
+        "tests/training/test_windows.py -k noise_alone",
     ),
     (
         "a large reward that is the same for all pushes a whole group",
@@ -1141,7 +1141,7 @@ BUGS = [
     (
         "prompts whose set has no name are left out of training",
         "flow_grpo/data/prompt_mixture.py",
-        'return _without_sets(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))',
+        'return _without_reserved(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))',
         "return load_prompts(source)",
         "tests/data/test_prompt_mixture.py -k column_is_refused",
     ),
