@@ -541,7 +541,7 @@ BUGS = [
     (
         "an anchor to a copy is one to the base model",
         "flow_grpo/training/anchors.py",
-        "with self.policy.lora.use(anchor.adapter):",
+        "with self.policy.base_model() if adapter is None else self.policy.lora.use(adapter):",
         "with self.policy.base_model():",
         "tests/training/test_anchors.py -k several",
     ),
@@ -1008,7 +1008,7 @@ BUGS = [
     (
         "DPM-Solver extrapolates into a window",
         "flow_grpo/sampling.py",
-        "if i + 1 == steps.stop or i + 1 in trained:",
+        "if i + 1 == steps.stop or i + 1 in recorded:",
         "if i + 1 == steps.stop:",
         "tests/test_sampling.py -k around_a_window",
     ),
