@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -86,7 +86,7 @@ def differences(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_peft_loads_an_export_in_its_format_with_its_full_strength(run, tmp_path):
     export(run, tmp_path / "signs", form="peft")
     right = differences(load_file(run / "lora" / hub.WEIGHTS))
-    model = PeftModel.from_pretrained(tiny_policy().pipe.transformer, tmp_path / "signs")
+    model = peft.PeftModel.from_pretrained(tiny_policy().pipe.transformer, tmp_path / "signs")
     layers = {name: one for name, one in model.named_modules() if hasattr(one, "get_delta_weight")}
     assert {lora_file.strip_prefixes(name) for name in layers} == right.keys()
     for name, layer in layers.items():
@@ -135,6 +135,30 @@ def test_an_export_for_comfyui_has_its_own_file_and_picture(run, tmp_path):
     policy = tiny_policy()
     policy.load_lora(tmp_path / "signs")
     assert len(policy.adapter_state()) == len(names)
+
+
+def test_a_lora_of_the_papers_code_is_trained_on_and_exported(tmp_path):
+    """Flow-GRPO's published LoRAs are what peft saves of a transformer with this config."""
+    joint = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out", "to_k", "to_out.0", "to_q", "to_v"]
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=[f"attn.{name}" for name in joint]
+    )
+    theirs = peft.get_peft_model(tiny_policy().pipe.transformer, config)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    layers = {name: one for name, one in theirs.named_modules() if hasattr(one, "get_delta_weight")}
+    start = {lora_file.strip_prefixes(name): one.get_delta_weight("default").detach() for name, one in layers.items()}
+    folder = tmp_path / "checkpoint-60" / "lora"
+    theirs.save_pretrained(folder)
+    settings = [f"lora.init_from={folder}", "optimizer.lr=1.0e-5", "trackers=[]", "evaluation.prompts=null"]
+    FlowGRPOTrainer(args=short_run(tmp_path / "run", *settings)).train()
+    export(tmp_path / "run", tmp_path / "signs", form="comfyui")
+    trained = differences(load_file(tmp_path / "signs" / "signs.safetensors"))
+    assert trained.keys() == start.keys()
+    moved = [float((trained[name] - difference).norm() / difference.norm()) for name, difference in start.items()]
+    assert max(moved) < 0.01, "from the difference that their file has, alpha / rank included"
+    assert sum(change > 1e-6 for change in moved) > len(moved) / 2, "and trained on"
 
 
 def test_a_model_that_comfyui_does_not_have_is_one_sentence(run, tmp_path):
