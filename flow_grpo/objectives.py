@@ -16,6 +16,7 @@ On the final latents, noised afresh, for a noise level sigma and noise eps share
     distill     nothing but the distance to teachers, arXiv 2605.08063
 By the gradient of differentiable rewards at the end of a rollout:
     reward_gradient  the linear loss of refl, draft and flowbp, arXiv 2606.11075
+    mend             the distance to images that were moved along the gradient, arXiv 2610.05954
 """
 
 import torch
@@ -261,7 +262,18 @@ def reward_gradient(state: GradientState) -> Loss:
     has the gradient of backpropagation through composition, decoder and rewards, up to the number of elements, of which it takes the
     mean; no graph joins the transformer, the decoder and the rewards.
     """
+    assert state.gradient is not None
     return Loss(-state.factor * (state.gradient * state.v).flatten(1).mean(1))
+
+
+def mend(state: GradientState, weight: Float[Tensor, " n"]) -> Loss:
+    """`weight sigma^2 mean((v - target)^2)`: the squared distance of the predicted image to the moved one, MEND, arXiv 2610.05954.
+
+    The predicted image is x - sigma v, and the target the velocity that leads from the same state to the moved image, which counts a
+    rollout's image that stays too.
+    """
+    assert state.target is not None
+    return Loss(weight * (state.factor * (state.v - state.target)).square().flatten(1).mean(1))
 
 
 def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:

@@ -130,6 +130,26 @@ class RecordedTransition:
 
 
 @dataclass(frozen=True)
+class ImageMoves:
+    """Which of B images were moved along the gradient of their reward, and the velocities that lead to them, of `mend`."""
+
+    target: Float[Tensor, "B *latent"]  # of an image that stays, the velocity of the rollout
+    tried: Bool[Tensor, " B"]  # on the CPU, as is `moved`
+    moved: Bool[Tensor, " B"]
+
+    def take(self, rows: Int[Tensor, " n"]) -> "ImageMoves":
+        """The moves of some images."""
+        return ImageMoves(self.target[rows], self.tried[rows], self.moved[rows])
+
+    @staticmethod
+    def join(parts: "Sequence[ImageMoves]") -> "ImageMoves | None":
+        """The moves of several batches as one; None of none."""
+        if not parts:
+            return None
+        return ImageMoves(*(torch.cat([getattr(part, name) for part in parts]) for name in ("target", "tried", "moved")))
+
+
+@dataclass(frozen=True)
 class GradientStates:
     """States of B images at which the velocity is trained by the gradient of rewards at an endpoint: K states, E endpoints, no graphs.
 
@@ -144,11 +164,13 @@ class GradientStates:
     fall: dict[
         str, Float[Tensor, "B E"]
     ]  # by which the reward falls on a short step against its gradient, if that was measured
+    moves: "ImageMoves | None" = None
 
     def take(self, rows: Int[Tensor, " n"]) -> "GradientStates":
         """The states of some images."""
         gradient, fall = ({name: v[rows] for name, v in values.items()} for values in (self.gradient, self.fall))
-        return replace(self, x=self.x[rows], gradient=gradient, fall=fall)
+        moves = None if self.moves is None else self.moves.take(rows)
+        return replace(self, x=self.x[rows], gradient=gradient, fall=fall, moves=moves)
 
     @staticmethod
     def join(parts: "Sequence[GradientStates]") -> "GradientStates":
@@ -157,7 +179,8 @@ class GradientStates:
             {name: torch.cat([getattr(part, kind)[name] for part in parts]) for name in getattr(parts[0], kind)}
             for kind in ("gradient", "fall")
         )
-        return replace(parts[0], x=torch.cat([part.x for part in parts]), gradient=gradient, fall=fall)
+        moves = ImageMoves.join([part.moves for part in parts if part.moves is not None])
+        return replace(parts[0], x=torch.cat([part.x for part in parts]), gradient=gradient, fall=fall, moves=moves)
 
     def weighted(self, weights: dict[str, Float[Tensor, " B"]]) -> Float[Tensor, "B E *latent"]:
         """The weighted sum of the rewards' gradients."""
@@ -242,8 +265,11 @@ class GradientState:
     """A trained state of n rows: the velocity there, and the gradient of the rewards at its endpoint."""
 
     v: Float[Tensor, "n *latent"]  # with the gradient
-    gradient: Float[Tensor, "n *latent"]  # the weighted sum over the rewards, each of rms 1
+    gradient: (
+        Float[Tensor, "n *latent"] | None
+    )  # the weighted sum over the rewards, each of rms 1; None where images were moved
     factor: float  # derivative of the endpoint by the velocity
+    target: Float[Tensor, "n *latent"] | None = None  # velocity that leads to the moved image
 
 
 @dataclass(frozen=True)

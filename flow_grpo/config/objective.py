@@ -170,6 +170,7 @@ class Needs:
         group_mean: it needs the mean over a group's images of its `group_statistic`.
         reward_gradient: it trains by gradients of rewards, and not by advantages.
         anchors: it trains towards its anchors alone.
+        moves: it trains on images that are moved along the reward's gradient, and not by the gradient itself.
     """
 
     ratio: bool = False
@@ -183,6 +184,7 @@ class Needs:
     group_mean: bool = False
     reward_gradient: bool = False
     anchors: bool = False
+    moves: bool = False
 
     @property
     def takes_advantage(self) -> bool:
@@ -203,7 +205,7 @@ class Objective(ConfigSection):
 
     name: str
     """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, pepg, nft, crd, dgpo, sft, dpo or distill
-    on final latents noised afresh; refl, draft or flowbp by the gradient of rewards. Your own: my_module:my_fn or file.py:my_fn, on
+    on final latents noised afresh; refl, draft, flowbp or mend by the gradient of rewards. Your own: my_module:my_fn or file.py:my_fn, on
     sampling steps or, with family: forward_process, on noised latents."""
     advantage: str = "grpo"
     """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
@@ -859,6 +861,47 @@ class FlowBp(RewardGradient):
         steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.losses_per_image(len(derivatives))))
         correction = 1 + 0.5 * (sum(map(abs, derivatives)) / sum(abs(derivatives[i]) for i in steps) - 1)
         return [TrainedState(i, correction * derivatives[i]) for i in steps]
+
+
+class Mend(RewardGradient):
+    """MEND: images are moved along the reward's gradient where that raises it, and the policy learns to predict them, arXiv 2610.05954.
+
+    The images are those of a slow copy of the policy. One is moved if its reward is below `REWARD_QUANTILE` of its group's, or below a
+    ceiling that follows the median of all images; by the one of `MOVES`, in the rms of the latents, with the best reward, capped there,
+    less the squared length over twice tau; or it stays. Tau adapts so that 30 to 60 % of the tried images move. All numbers are published.
+    """
+
+    SIGMA: ClassVar[float] = 0.28  # the trained state is the one before the step that is nearest to it
+    MOVES: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4)
+    KEPT_WEIGHT: ClassVar[float] = 10.0
+    REWARD_QUANTILE: ClassVar[float] = 0.75
+
+    name: Literal["mend"] = "mend"
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL to the base model, the squared distance of the velocities at the trained states. Published: none."""
+    smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """As for `flowbp`. Published: none."""
+    needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves=True)
+
+    @property
+    def policy_copies(self) -> dict[str, float | DecayRamp]:
+        return {OLD_ADAPTER: DecayRamp(rate=0.001, max=0.5)}
+
+    @property
+    def sampling_adapter(self) -> str | None:
+        return OLD_ADAPTER
+
+    def losses_per_image(self, sampling_steps: int) -> int:
+        return 1
+
+    def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
+        step = min(range(len(derivatives)), key=lambda i: abs(sigmas[i] - self.SIGMA))
+        return [TrainedState(step, -sigmas[step])]
+
+    def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
+        from flow_grpo import objectives
+
+        return objectives.mend(state, advantage)
 
 
 # -- a user's own -----------------------------------------------------------------------------------------------------

@@ -341,7 +341,6 @@ class RewardGradientLoss:
 
     def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, *, objective: Objective) -> None:
         assert experience.trajectory.gradient_states is not None
-        assert experience.reward_gradient is not None
         self.policy, self.objective, self.conditioning = policy, objective, conditioning
         self.states, self.gradient = experience.trajectory.gradient_states, experience.reward_gradient
         self.advantage = experience.advantage
@@ -357,11 +356,18 @@ class RewardGradientLoss:
         for k, (i, factor, endpoint) in enumerate(
             zip(self.states.steps, self.states.factor, self.states.endpoint, strict=True)
         ):
-            x, gradient = (take_rows(v, rows, self.policy.device) for v in (self.states.x[:, k], self.gradient[:, endpoint]))
+            gradient = None if self.gradient is None else self._on_device(self.gradient[:, endpoint], rows)
+            target = None if self.states.moves is None else self._on_device(self.states.moves.target, rows)
+            x = self._on_device(self.states.x[:, k], rows)
             velocity = functools.partial(self._velocity, x, i, rows)
             current = velocity(self.policy, self.conditioning)
-            loss = self.objective.loss(GradientState(current.v, gradient, factor), self.advantage[rows])
+            loss = self.objective.loss(
+                GradientState(current.v, gradient, factor, target), self._on_device(self.advantage, rows)
+            )
             yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity), rows)
+
+    def _on_device(self, values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"]) -> Float[Tensor, "n ..."]:
+        return take_rows(values, rows, self.policy.device)
 
     def _velocity(self, x: Tensor, i: int, rows: Tensor, model: FlowPipeline, conditioning: Conditioning) -> Prediction:
         return Prediction(model.velocity(x, self.schedule.timesteps[i], conditioning, rows))

@@ -1,18 +1,22 @@
-"""Gradients of rewards at the end of a rollout, for `refl`, `draft` and `flowbp`: where they are taken, and how they are weighed."""
+"""Gradients of rewards at the end of a rollout: where they are taken, how they are weighed, and by which images are moved (`mend`)."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import TrainedState
+from flow_grpo.config.objective import Objective, TrainedState
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import COLUMN
 from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
-from flow_grpo.types import GradientStates, PromptBatch, Scores, Trajectory
+from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory
 
+Score = Callable[[Tensor, Tensor], Tensor]  # latents (n, ...) of some rows (n,) of a batch -> their rewards (n,)
 DECAY = 0.9  # of the running mean square of a reward's gradient
 
 
@@ -157,3 +161,84 @@ class GradientWeights:
             weights[name] = weights[name] / max(self.mean_square.get(name, 0.0) ** 0.5, 1e-12)
         zeros = torch.zeros(len(scored))
         return Comparison(zeros, scored, informative, scored, metrics, gradient_weights=weights)
+
+
+class Mending:
+    """Moves images along the gradient of their reward, as `mend` does, and weighs moved and kept ones.
+
+    Attributes:
+        ceiling: of rewards that count: a moving average of the median of a step's rewards that never falls; None before the first step,
+            which has the quantile of each group alone. The paper does not say whether a step's own median counts already; here it does not.
+        tau: how long a move may be for what it gains.
+    """
+
+    CEILING_RATE = 0.1
+    TAU_RANGE, TAU_FACTOR = (1e-3, 10.0), 1.5
+    MOVED_RANGE = (0.3, 0.6)  # of the tried images
+
+    def __init__(self, policy: Policy, objective: Objective, groups: GroupAdvantages, processes: Processes) -> None:
+        self.policy, self.objective, self.groups, self.processes = policy, objective, groups, processes
+        self.ceiling: float | None = None
+        self.tau = 0.1
+
+    def moves(
+        self, states: GradientStates, v: Tensor, final: Tensor, reward: Tensor, batch: PromptBatch, score: Score
+    ) -> ImageMoves:
+        """What the velocities at the trained state are to become.
+
+        Args:
+            v: velocities (B, ...) of the rollout at the trained state.
+            final: latents (B, ...) of the images.
+            reward: of the images, (B,) on the CPU.
+            score: gives the rewards (n,) of latents (n, ...) of some rows (n,) of the batch.
+        """
+        cap = torch.stack([reward[batch.group == group].quantile(self.objective.REWARD_QUANTILE) for group in batch.group])
+        if self.ceiling is not None:
+            cap = cap.clamp_min(self.ceiling)
+        gradient = states.weighted(weights_of_rows(self.groups.rewards, batch))[:, 0].float()
+        direction = gradient / (gradient.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (gradient.ndim - 1)) + 1e-12)
+        tried = (reward < cap) & gradient.flatten(1).any(1).cpu()
+        rows = tried.nonzero()[:, 0]
+        best, length = reward.clone(), torch.zeros_like(reward)
+        for move in self.objective.MOVES if len(rows) else ():
+            moved = score(final[rows] + move * direction[rows], rows)
+            gain = torch.minimum(moved, cap[rows]) - move**2 / (2 * self.tau)
+            better = gain > best[rows]  # NaN is none
+            best[rows[better]], length[rows[better]] = gain[better], move
+        shift = length.view(-1, *[1] * (v.ndim - 1)).to(v) * direction.to(v)
+        return ImageMoves(v + shift / states.factor[0], tried, length > 0)
+
+    def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
+        """The comparison of a step's images, whose advantages are the weights of moved and kept ones; adapts ceiling and tau."""
+        scored, informative = self.groups.row_masks(batch, scores)
+        assert trajectory.gradient_states is not None
+        moves = trajectory.gradient_states.moves
+        assert moves is not None
+        parts = self.processes.all_gather((self.processes.owns(batch.group).nonzero()[:, 0], moves.tried, moves.moved))
+        tried, moved = torch.zeros_like(scored), torch.zeros_like(scored)
+        for rows, was_tried, was_moved in parts:
+            tried[rows], moved[rows] = was_tried, was_moved
+        weight = torch.zeros(len(scored))
+        for kind, factor in ((scored & moved, 1.0), (scored & ~moved, self.objective.KEPT_WEIGHT)):
+            weight[kind] = (
+                factor * scored.sum() / kind.sum().clamp_min(1)
+            )  # the mean over all is the mean over those of the kind
+        share = (moved & scored).sum().item() / max((tried & scored).sum().item(), 1)
+        metrics = reward_metrics(batch, scores, informative) | {"mend/frac_moved": share, "mend/tau": self.tau}
+        if (tried & scored).any() and not self.MOVED_RANGE[0] <= share <= self.MOVED_RANGE[1]:
+            tau = self.tau * self.TAU_FACTOR if share < self.MOVED_RANGE[0] else self.tau / self.TAU_FACTOR
+            self.tau = min(max(tau, self.TAU_RANGE[0]), self.TAU_RANGE[1])
+        if scored.any():
+            median = scores.total[scored].median().item()
+            former = median if self.ceiling is None else self.ceiling
+            self.ceiling = max(former, former + self.CEILING_RATE * (median - former))
+            metrics["mend/reward_ceiling"] = self.ceiling
+        return Comparison(weight, scored, informative, scored, metrics)
+
+    def state_dict(self) -> dict[str, float | None]:
+        """What steps change, for a checkpoint."""
+        return {"ceiling": self.ceiling, "tau": self.tau}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.ceiling, self.tau = state["ceiling"], state["tau"]

@@ -21,8 +21,8 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, wait_for
-from flow_grpo.training.reward_gradients import EndpointGradients
-from flow_grpo.types import PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
+from flow_grpo.training.reward_gradients import EndpointGradients, Mending
+from flow_grpo.types import GradientStates, PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
 
 class ImageSampler:
@@ -34,6 +34,7 @@ class ImageSampler:
 
     Attributes:
         microbatch: images per forward pass.
+        mending: moves images along the gradient of their reward, of `mend`.
         score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
@@ -42,6 +43,7 @@ class ImageSampler:
         self.microbatch = args.microbatch
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         self.gradients = EndpointGradients(policy, args, rewards)
+        self.mending: Mending | None = None
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
@@ -104,15 +106,28 @@ class ImageSampler:
         with phase(f"step {step + 1}, sampling {count}"), self.policy.meter.phase("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
-        find = partial(self.gradients, trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
+
+        def find() -> tuple[GradientStates, Tensor, Scores | None]:
+            found, images = self.gradients(trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
+            if self.mending is None:
+                return found, images, None
+            scores, [(_, v)] = self.score(batch, images), joined.values()
+            moves = self.mending.moves(found, v, trajectory.final, scores.total, batch, partial(self._rewards, batch))
+            return replace(found, moves=moves), images, scores
+
         try:
             with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):
-                gradient_states, images = wait_for(thread.submit(find), self.processes.should_stop)
+                gradient_states, images, scores = wait_for(thread.submit(find), self.processes.should_stop)
         except FlowGRPOError as error:
             failed = Future[Scores]()
             failed.set_exception(error)  # raised with the scores, on all processes together
             return trajectory, failed
-        return replace(trajectory, gradient_states=gradient_states), thread.submit(partial(self.score, batch, images))
+        scored = partial(self.score, batch, images) if scores is None else lambda: scores
+        return replace(trajectory, gradient_states=gradient_states), thread.submit(scored)
+
+    def _rewards(self, batch: PromptBatch, latents: Tensor, rows: Tensor) -> Tensor:
+        """The rewards (n,) of latents (n, ...) of some rows (n,) of the batch."""
+        return self.score(batch.take(rows), self.policy.decode(latents, self.microbatch)).total
 
     def gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
         """The scores of the rows of all processes, each of which scores its own groups. group is (B,)."""
