@@ -867,8 +867,9 @@ class Mend(RewardGradient):
     """MEND: images are moved along the reward's gradient where that raises it, and the policy learns to predict them, arXiv 2610.05954.
 
     The images are those of a slow copy of the policy. One is moved if its reward is below `REWARD_QUANTILE` of its group's, or below a
-    ceiling that follows the median of all images; by the one of `MOVES`, in the rms of the latents, with the best reward, capped there,
-    less the squared length over twice tau; or it stays. Tau adapts so that 30 to 60 % of the tried images move. All numbers are published.
+    ceiling that follows the median of all images. Of `MOVES`, in the rms of the latents, it takes the one that gains most reward, capped
+    there, less the squared length over twice tau, or none. Tau adapts so that 30 to 60 % of the tried images move. All numbers are
+    published.
     """
 
     SIGMA: ClassVar[float] = 0.28  # the trained state is the one before the step that is nearest to it

@@ -169,7 +169,8 @@ class Mending:
     Attributes:
         ceiling: of rewards that count: a moving average of the median of a step's rewards that never falls; None before the first step,
             which has the quantile of each group alone. The paper does not say whether a step's own median counts already; here it does not.
-        tau: how long a move may be for what it gains.
+        tau: how long a move may be for what it gains, in standard deviations of the group's rewards: a choice of ours, since the paper's
+            range of tau is one of its reward's unit.
     """
 
     CEILING_RATE = 0.1
@@ -192,17 +193,19 @@ class Mending:
             reward: of the images, (B,) on the CPU.
             score: gives the rewards (n,) of latents (n, ...) of some rows (n,) of the batch.
         """
-        cap = torch.stack([reward[batch.group == group].quantile(self.objective.REWARD_QUANTILE) for group in batch.group])
+        groups = [reward[batch.group == group] for group in batch.group]
+        cap = torch.stack([of_group.quantile(self.objective.REWARD_QUANTILE) for of_group in groups])
+        unit = torch.stack([of_group.std(correction=0) for of_group in groups]).clamp_min(1e-6)
         if self.ceiling is not None:
             cap = cap.clamp_min(self.ceiling)
         gradient = states.weighted(weights_of_rows(self.groups.rewards, batch))[:, 0].float()
         direction = gradient / (gradient.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (gradient.ndim - 1)) + 1e-12)
         tried = (reward < cap) & gradient.flatten(1).any(1).cpu()
         rows = tried.nonzero()[:, 0]
-        best, length = reward.clone(), torch.zeros_like(reward)
+        best, length = torch.zeros_like(reward), torch.zeros_like(reward)
         for move in self.objective.MOVES if len(rows) else ():
             moved = score(final[rows] + move * direction[rows], rows)
-            gain = torch.minimum(moved, cap[rows]) - move**2 / (2 * self.tau)
+            gain = (torch.minimum(moved, cap[rows]) - reward[rows]) / unit[rows] - move**2 / (2 * self.tau)
             better = gain > best[rows]  # NaN is none
             best[rows[better]], length[rows[better]] = gain[better], move
         shift = length.view(-1, *[1] * (v.ndim - 1)).to(v) * direction.to(v)

@@ -1,6 +1,7 @@
 """Objectives by the gradient of rewards: which states they train, that the gradient is backpropagation's, and what is refused."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -169,7 +170,7 @@ def test_the_update_has_the_gradient_of_backpropagation(name, solver):
     torch.testing.assert_close(seen[0] * elements * rms, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mend"])
 def test_the_reward_rises(name):
     """Of the images of one noise, all of them."""
     run = trainer(name, optimizer={"lr": 0.05}, prompts_per_step=4)
@@ -194,17 +195,18 @@ def test_units_of_rewards_and_their_weights_count_by_their_share():
     torch.testing.assert_close(both.reward_gradient, parts["redness"] + parts["detail"], rtol=1e-4, atol=1e-5)
 
 
-def test_the_running_rms_is_a_moving_average_that_a_checkpoint_has(tmp_path):
+@pytest.mark.parametrize("name", ["flowbp", "mend"])
+def test_a_resumed_run_goes_on_to_the_same_numbers(tmp_path, name):
     args = {"steps": 4, "save_every": 1, "output_dir": str(tmp_path / "whole")}
-    trainer("flowbp", **args).train()
+    trainer(name, **args).train()
     parts = {**args, "output_dir": str(tmp_path / "parts")}
-    trainer("flowbp", **{**parts, "steps": 2}).train()
-    trainer("flowbp", **parts).train(resume=True)
+    trainer(name, **{**parts, "steps": 2}).train()
+    trainer(name, **parts).train(resume=True)
     whole, resumed = ([numbers(row) for row in read_metrics(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == resumed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mend"])
 def test_neither_the_micro_batch_nor_parts_change_anything(name):
     whole, parts = (trainer(name, microbatch=size, objective={"smoothing": 0.01}) for size in (6, 3))
     parts.stage.sampler.score_in_background = True
@@ -243,6 +245,84 @@ def test_smoothing_measures_how_sharp_the_reward_is():
         "rho times |gradient|"
     )
     assert "reward_gradient/redness/S1" not in trainer("flowbp").training_step()
+
+
+def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_it():
+    """By calls of its own, for each image and each length of a move."""
+    run = trainer("mend", [redness, detail], prompts_per_step=4, objective={"smoothing": 0.0})
+    mending, policy = run.stage.sampler.mending, run.policy
+    mending.tau, mending.ceiling = 1.0, -1.0
+    experience = run.experience()
+    states, batch, reward = experience.trajectory.gradient_states, experience.batch, experience.scores.total
+    [step], sigma = states.steps, -states.factor[0]
+    assert sigma == min(experience.trajectory.schedule.sigmas[:-1].tolist(), key=lambda s: abs(s - 0.28))
+    conditioning, rows = policy.encode(batch.prompts), torch.arange(len(batch.prompts))
+    with policy.lora.use("old"), torch.no_grad():
+        v = policy.velocity(states.x[:, 0], experience.trajectory.schedule.timesteps[step], conditioning, rows)
+    kinds = []
+    for i, final in enumerate(experience.trajectory.final):
+        leaf = final[None].clone().requires_grad_()
+        image = policy.decode_with_grad(leaf)
+        (g,) = torch.autograd.grad((redness(image, None) + detail(image, None)).sum(), leaf)
+        direction = g[0] / g.square().mean().sqrt()
+        of_group = reward[batch.group == batch.group[i]]
+        cap, unit = max(of_group.quantile(0.75).item(), -1.0), of_group.std(correction=0).item()
+        options = {0.0: 0.0}
+        for length in (0.1, 0.2, 0.4) if reward[i] < cap else ():
+            image = policy.decode((final + length * direction)[None])
+            moved = (redness(image, None) + detail(image, None)).item()
+            options[length] = (min(moved, cap) - reward[i].item()) / unit - length**2 / 2
+        best = max(options, key=options.get)
+        kinds.append(best)
+        assert states.moves.moved[i] == (best > 0)
+        torch.testing.assert_close(states.moves.target[i], v[i] - best * direction / sigma, rtol=1e-3, atol=1e-3)
+    kept = torch.tensor(kinds) == 0
+    assert kept.any()
+    assert (~kept).any()
+    small.move(policy, 0.2, seed=3)
+    now = policy.velocity(states.x[:, 0], experience.trajectory.schedule.timesteps[step], conditioning, rows)
+    apart = (sigma * (now - states.moves.target)).square().flatten(1).mean(1)
+    expected = apart[~kept].mean() + 10 * apart[kept].mean()
+    assert run.stage.update(experience, 0)["loss"] == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
+    run = trainer("mend", prompts_per_step=4)
+    mending, experience = run.stage.sampler.mending, small.collect(run, 0)
+    moves, medians, ceilings = experience.trajectory.gradient_states.moves, [], []
+    mending.ceiling = None
+    for share, rise in ((0.0, 0.0), (1.0, 10.0), (0.5, -50.0)):
+        moved = moves.tried & (torch.arange(12) < share * 12)
+        share = moved.sum().item() / moves.tried.sum().item()
+        states = replace(experience.trajectory.gradient_states, moves=replace(moves, moved=moved))
+        scores, tau = replace(experience.scores, total=experience.scores.total + rise), mending.tau
+        compared = mending(experience.batch, replace(experience.trajectory, gradient_states=states), scores)
+        assert compared.metrics["mend/frac_moved"] == pytest.approx(share)
+        assert mending.tau == pytest.approx(tau * (1.5 if share < 0.3 else 1 / 1.5 if share > 0.6 else 1.0))
+        medians.append(scores.total.median().item())
+        ceilings.append(mending.ceiling)
+    assert ceilings == pytest.approx([medians[0], 0.9 * medians[0] + 0.1 * medians[1], ceilings[1]], rel=1e-4)
+
+
+def test_two_processes_weigh_moved_and_kept_images_as_one():
+    alone = trainer("mend", prompts_per_step=4)
+    whole = alone.experience()
+    own = torch.tensor([row for row in range(12) if row // 3 % 2 == 0])
+    others = torch.tensor([row for row in range(12) if row // 3 % 2])
+    moves = whole.trajectory.gradient_states.moves
+    pair = trainer("mend", prompts_per_step=4)
+
+    def other(value):
+        if hasattr(value, "by_name"):
+            return whole.scores.take(others)
+        return others, moves.tried[others], moves.moved[others]
+
+    sampler = pair.stage.sampler
+    pair.processes = pair.stage.processes = sampler.processes = sampler.mending.processes = small.Two(other)
+    half = pair.experience()
+    torch.testing.assert_close(half.advantage, whole.advantage[own])
+    torch.testing.assert_close(half.trajectory.gradient_states.moves.target, moves.target[own], rtol=1e-4, atol=1e-4)
+    assert pair.stage.sampler.mending.state_dict() == pytest.approx(alone.stage.sampler.mending.state_dict(), rel=1e-5)
 
 
 def test_a_group_whose_reward_failed_is_left_out():
