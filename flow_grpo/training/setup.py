@@ -329,7 +329,7 @@ def few_step_warnings(args: FlowGRPOConfig) -> list[str]:
         return []
     return [
         f"{args.model} is made for few steps, and {names[0]}, which trains on noised images, blurs such a model: train its steps by grpo, "
-        "or by the gradient of a reward by flowbp, with the steps that it is made for (sampling.steps)."
+        "or by the gradient of a reward by flowbp or mend, with the steps that it is made for (sampling.steps)."
     ]
 
 
