@@ -146,7 +146,11 @@ class ImageMoves:
         """The moves of several batches as one; None of none."""
         if not parts:
             return None
-        return ImageMoves(*(torch.cat([getattr(part, name) for part in parts]) for name in ("target", "tried", "moved")))
+        return ImageMoves(
+            target=torch.cat([part.target for part in parts]),
+            tried=torch.cat([part.tried for part in parts]),
+            moved=torch.cat([part.moved for part in parts]),
+        )
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,8 @@ def check_teachers(args: RunSettings) -> None:
     """Raise FlowGRPOError if a teacher is missing, or of a prompt set that the run has not."""
     if args.objective.needs.anchors and not args.objective.anchors:
         raise FlowGRPOError(
-            f"objective {args.objective.name} learns from its anchors: give it one, such as anchors: [{{to: teacher, lora: runs/edits, "
-            "weight: 1}]."
+            f"objective {args.objective.name} learns from its anchors: give it one, such as {{to: teacher, lora: edits.safetensors, "
+            "weight: 1}."
         )
     labels = [prompt_set.label for prompt_set in args.prompts] if isinstance(args.prompts, list) else []
     for anchor in args.objective.anchors:

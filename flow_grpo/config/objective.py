@@ -32,7 +32,7 @@ READ = {
     "guided": {"guidance"},
     "teacher": {"lora", "prompts", "guidance"},
 }  # those that not every kind reads
-EXAMPLES = {"ema": 0.3, "guided": 4.5, "teacher": "runs/edits"}
+EXAMPLES = {"ema": 0.3, "guided": 4.5, "teacher": "edits.safetensors"}
 
 
 class DecayRamp(ConfigSection):

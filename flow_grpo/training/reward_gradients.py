@@ -183,7 +183,7 @@ class Mending:
         self.tau = 0.1
 
     def moves(
-        self, states: GradientStates, v: Tensor, final: Tensor, reward: Tensor, batch: PromptBatch, score: Score
+        self, states: GradientStates, v: Tensor, final: Tensor, batch: PromptBatch, *, reward: Tensor, rewards_of: Score
     ) -> ImageMoves:
         """What the velocities at the trained state are to become.
 
@@ -191,7 +191,7 @@ class Mending:
             v: velocities (B, ...) of the rollout at the trained state.
             final: latents (B, ...) of the images.
             reward: of the images, (B,) on the CPU.
-            score: gives the rewards (n,) of latents (n, ...) of some rows (n,) of the batch.
+            rewards_of: latents (n, ...) of some rows (n,) of the batch -> their rewards (n,).
         """
         groups = [reward[batch.group == group] for group in batch.group]
         cap = torch.stack([of_group.quantile(self.objective.REWARD_QUANTILE) for of_group in groups])
@@ -204,7 +204,7 @@ class Mending:
         rows = tried.nonzero()[:, 0]
         best, length = torch.zeros_like(reward), torch.zeros_like(reward)
         for move in self.objective.MOVES if len(rows) else ():
-            moved = score(final[rows] + move * direction[rows], rows)
+            moved = rewards_of(final[rows] + move * direction[rows], rows)
             gain = (torch.minimum(moved, cap[rows]) - reward[rows]) / unit[rows] - move**2 / (2 * self.tau)
             better = gain > best[rows]  # NaN is none
             best[rows[better]], length[rows[better]] = gain[better], move

@@ -112,7 +112,8 @@ class ImageSampler:
             if self.mending is None:
                 return found, images, None
             scores, [(_, v)] = self.score(batch, images), joined.values()
-            moves = self.mending.moves(found, v, trajectory.final, scores.total, batch, partial(self._rewards, batch))
+            rewards_of = partial(self._rewards, batch)
+            moves = self.mending.moves(found, v, trajectory.final, batch, reward=scores.total, rewards_of=rewards_of)
             return replace(found, moves=moves), images, scores
 
         try:

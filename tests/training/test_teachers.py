@@ -108,7 +108,7 @@ def test_a_run_does_not_go_on_with_another_teacher(tmp_path):
 
 REFUSED = {
     "no teacher": ({"name": "distill", "anchors": []}, {}, "learns from its anchors"),
-    "no LoRA": ({"anchors": [{"to": "teacher", "weight": 1}]}, {}, "needs lora, for example runs/edits"),
+    "no LoRA": ({"anchors": [{"to": "teacher", "weight": 1}]}, {}, "needs lora, for example edits.safetensors"),
     "a LoRA of the base": (
         {"anchors": [{"to": "base", "lora": "a", "weight": 1}]},
         {},
