@@ -298,6 +298,9 @@ def build_run(
         dtype=policy.dtype,
         reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
     )
+    warnings = [*few_step_warnings(args), *off_policy_warnings(args)]
+    if not given_images:
+        warnings += [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)]
     return RunParts(
         args=args,
         processes=processes,
@@ -307,13 +310,7 @@ def build_run(
         prompt_sampler=sampler_of(train_set, args.seed),
         eval_rewards=eval_rewards,
         rewards=rewards,
-        warnings=few_step_warnings(args)
-        if given_images
-        else [
-            *few_step_warnings(args),
-            *syntax_warnings(all_prompts),
-            *overlap_warnings(train_set.prompts, eval_prompts, source),
-        ],
+        warnings=warnings,
         train_source=source,
         inputs=inputs,
     )
@@ -331,6 +328,17 @@ def few_step_warnings(args: FlowGRPOConfig) -> list[str]:
         f"{args.model} is made for few steps, and {names[0]}, which trains on noised images, blurs such a model: train its steps by grpo, "
         "or by the gradient of a reward by flowbp or mend, with the steps that it is made for (sampling.steps)."
     ]
+
+
+def off_policy_warnings(args: FlowGRPOConfig) -> list[str]:
+    """A sentence if steps are trained that another guidance samples, since they are not those of the trained policy."""
+    for _, stage in args.resolved_stages():
+        if stage.objective.stepwise and stage.sampling.guidance not in (None, stage.guidance):
+            return [
+                f"sampling.guidance={stage.sampling.guidance:g} samples steps of which {stage.objective.name} trains the probability at "
+                f"guidance={stage.guidance:g}: the run is off-policy. Objectives on final latents, such as awm, are not."
+            ]
+    return []
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

@@ -59,6 +59,14 @@ def test_the_ratio_of_the_first_update_is_exactly_1(family, tmp_path):
     assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_says_that_its_steps_are_off_policy(family, tmp_path):
+    trainer = small.trainer(settings(family, output_dir=str(tmp_path)), train_dataset=small.PROMPTS)
+    said = [sentence for sentence in trainer.warnings if "off-policy" in sentence]
+    assert len(said) == (family != "final latents")
+    assert not small.trainer(settings(family, None, output_dir=str(tmp_path)), train_dataset=small.PROMPTS).warnings
+
+
 def test_the_update_is_that_of_the_unguided_velocity_on_the_guided_images():
     guided, plain = settings("final latents"), settings("final latents", None)
     advantage = torch.tensor([[1.0, -1.0], [0.5, -0.5]])
