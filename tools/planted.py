@@ -100,8 +100,8 @@ BUGS = [
     (
         "a guided anchor is one to the base model",
         "flow_grpo/training/anchors.py",
-        "if anchor is None or anchor.config.guidance is None:",
-        "if True:",
+        "yield (self.policy, self.conditioning) if guidance is None else",
+        "yield (self.policy, self.conditioning) if True else",
         "tests/training/test_anchors.py -k several_anchors",
     ),
     (
@@ -436,7 +436,7 @@ BUGS = [
     (
         "sample draws with training's guidance",
         "flow_grpo/cli/sample.py",
-        "args.evaluation.guidance if guidance is None else guidance",
+        "args.held_out.guidance if guidance is None else guidance",
         "guidance",
         "tests/evaluation/test_evaluation_guidance.py -k sample_uses",
     ),
