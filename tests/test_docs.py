@@ -176,7 +176,7 @@ def test_the_readmes_commands_run_as_they_stand(tmp_path):
 ELSEWHERE = {
     "published weights": ("flux_", "sd35_", "qwen_", "flux2_klein_edit", "wan21_", "FLUX.1-Kontext", "z_image"),
     "other machines": ("http://10.0.0.2", "/envs/red", "--push"),
-    "hours": ("flow-grpo compare compare/awm",),
+    "hours": ("flow-grpo compare compare/",),
 }
 
 DOES_NOT_FIT = "flow-grpo plan flux_dev_ocr --gpu 'RTX 4090'"  # so that plan ends with status 1
