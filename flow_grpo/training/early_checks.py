@@ -11,6 +11,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device
+from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import Reward
 from flow_grpo.rewards.scopes import GROUP, scope_of
@@ -19,12 +20,15 @@ from flow_grpo.training.losses import check_options, load_custom_function
 
 
 def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
-    """Check installed packages, the device, custom functions, and that the processes can share a step evenly."""
+    """Check installed packages, the device, custom functions, that teachers are there, and that the processes can share a step evenly."""
     check_installed(args.trackers)
     usable_device(args.device)
     for _, stage in args.resolved_stages():
         check_options(stage.objective)
         load_custom_function("advantage", stage.objective.advantage)
+        for anchor in stage.objective.anchors:
+            if anchor.lora is not None:
+                resolve_lora(anchor.lora)
         pairs = stage.objective.needs.rows_per_pair == 2
         Processes(0, num_processes).local_microbatch(
             stage.prompts_per_step, stage.images_per_prompt, stage.microbatch, stage.updates, pairs
