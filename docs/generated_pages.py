@@ -165,7 +165,9 @@ def shown(value: Any) -> str:
             key: v.model_dump(mode="json", exclude_defaults=True) if isinstance(v, BaseModel) else v
             for key, v in value.items()
         }
-    return json.dumps(list(value) if isinstance(value, tuple) else value).strip('"')
+    return json.dumps(
+        list(value) if isinstance(value, tuple) else value, default=lambda one: one.model_dump(exclude_unset=True)
+    ).strip('"')
 
 
 def commands() -> str:

@@ -177,8 +177,8 @@ class Mending:
     TAU_RANGE, TAU_FACTOR = (1e-3, 10.0), 1.5
     MOVED_RANGE = (0.3, 0.6)  # of the tried images
 
-    def __init__(self, policy: Policy, objective: Objective, groups: GroupAdvantages, processes: Processes) -> None:
-        self.policy, self.objective, self.groups, self.processes = policy, objective, groups, processes
+    def __init__(self, objective: Objective, groups: GroupAdvantages, processes: Processes) -> None:
+        self.objective, self.groups, self.processes = objective, groups, processes
         self.ceiling: float | None = None
         self.tau = 0.1
 
@@ -222,10 +222,9 @@ class Mending:
         for rows, was_tried, was_moved in parts:
             tried[rows], moved[rows] = was_tried, was_moved
         weight = torch.zeros(len(scored))
+        # so weighted, the mean over all images is the sum of the means over moved and over kept ones
         for kind, factor in ((scored & moved, 1.0), (scored & ~moved, self.objective.KEPT_WEIGHT)):
-            weight[kind] = (
-                factor * scored.sum() / kind.sum().clamp_min(1)
-            )  # the mean over all is the mean over those of the kind
+            weight[kind] = factor * scored.sum() / kind.sum().clamp_min(1)
         share = (moved & scored).sum().item() / max((tried & scored).sum().item(), 1)
         metrics = reward_metrics(batch, scores, informative) | {"mend/frac_moved": share, "mend/tau": self.tau}
         if (tried & scored).any() and not self.MOVED_RANGE[0] <= share <= self.MOVED_RANGE[1]:

@@ -74,7 +74,7 @@ class Stage:
         if self.critic is not None:
             self.compare = CriticAdvantages(policy, self.critic, self.groups)
         elif args.objective.needs.moves:
-            self.compare = self.sampler.mending = Mending(policy, args.objective, self.groups, processes)
+            self.compare = self.sampler.mending = Mending(args.objective, self.groups, processes)
         elif args.objective.needs.reward_gradient:
             self.compare = self.gradient_weights
         self.update = PolicyUpdate(policy, args, start, processes)
