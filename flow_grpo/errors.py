@@ -14,7 +14,10 @@ class FlowGRPOError(ValueError):
     """
 
     def __init__(self, sentence: object = "") -> None:
-        super().__init__(visible(sentence))  # it may quote a file: no second line, no command to a terminal, no password
+        lines = (line.strip() for line in str(sentence).split("\n"))
+        super().__init__(
+            visible(" ".join(lines))
+        )  # it may quote a file: no second line, no command to a terminal, no password
 
 
 class RetryableError(FlowGRPOError):

@@ -105,5 +105,6 @@ def test_a_step_that_fails_by_a_library_is_rolled_back_and_the_run_goes_on_to_th
 
 def test_what_an_error_quotes_writes_no_second_line_no_terminal_code_and_no_password():
     error = RetryableError("there is no setting a\r\n\x1b[2J\u202eb; see https://me:secret@host/x.")
-    assert str(error) == r"there is no setting a\r\n\x1b[2J\u202eb; see https://…@host/x."
+    assert str(error) == r"there is no setting a \x1b[2J\u202eb; see https://…@host/x."
+    assert str(FlowGRPOError("a\rb")) == r"a\rb"
     assert str(FlowGRPOError(error)) == str(error)
