@@ -1,4 +1,4 @@
-"""Guidance in the rollout, in the trained velocity and at the test, on both embedded worlds.
+"""Guidance in the rollout, in the trained velocity and at inference, on both embedded worlds.
 
     python benchmarks/guidance.py --seeds 3
 
@@ -9,8 +9,9 @@ over the seeds, the lowest and the highest in brackets; they depend on no time, 
 
 import argparse
 import json
-import statistics
 from pathlib import Path
+
+from anchors import cell
 
 from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
 
@@ -39,10 +40,6 @@ def measured(file: Path, config: str, name: str, lora: Path | None, guidance: fl
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({name: value}))
     return json.loads(file.read_text())[name]
-
-
-def cell(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def main() -> None:

@@ -27,11 +27,8 @@ OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoi
 CUSTOM = "file.py:function"  # stands for a user's own function in lists of names
 KL = Literal["gaussian", "k3", "flow_grpo", "velocity"]
 NEEDED = {"ema": "decay", "guided": "guidance", "teacher": "lora"}  # the setting that an anchor of a kind can't do without
-READ = {
-    "ema": {"decay"},
-    "guided": {"guidance"},
-    "teacher": {"lora", "prompts", "guidance"},
-}  # those that not every kind reads
+# the settings that not every kind reads
+READ = {"ema": {"decay"}, "guided": {"guidance"}, "teacher": {"lora", "prompts", "guidance"}}
 EXAMPLES = {"ema": 0.3, "guided": 4.5, "teacher": "edits.safetensors"}
 
 
