@@ -1,12 +1,11 @@
 """A reward learned from votes: a linear head on open_clip features, fitted to which of two images people preferred.
 
-    fit("votes.jsonl", "my_head", model="ViT-L-14", pretrained="openai")
-    rewards.load("preference_head", weights="my_head")
-
-A votes file has one JSON object per line, {"prompt": str, "better": path, "worse": path}, with paths relative to its folder.
+fit(load_votes("votes.jsonl"), "my_head", model="ViT-L-14", pretrained="openai")  # flow_grpo.data.votes.load_votes
+rewards.load("preference_head", weights="my_head")
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import MAX_JSON, inside, regular_bytes
+from flow_grpo.files import MAX_JSON, regular_bytes
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.image_files import read_image
 from flow_grpo.rewards.images import Images, in_batches
@@ -27,11 +26,11 @@ FILES = WEIGHTS, SETTINGS = "head.safetensors", "head.json"  # of a head
 
 @dataclass
 class Vote:
-    """A vote: the better and the worse of two images of a prompt."""
+    """A vote: the better and the worse of two images of a prompt, each a file or its content."""
 
     prompt: str
-    better: Path
-    worse: Path
+    better: Path | bytes
+    worse: Path | bytes
 
 
 @dataclass
@@ -91,7 +90,7 @@ def features(embed: OpenCLIP, images: Images, prompts: list[str]) -> Tensor:
 
 
 def fit(
-    votes: str | Path,
+    votes: Sequence[Vote],
     output: str | Path,
     model: str = TINY,
     pretrained: str | None = None,
@@ -100,22 +99,21 @@ def fit(
     seed: int = 0,
     device: str = "cpu",
 ) -> Fit:
-    """Fit a head to a votes file and write head.safetensors and head.json to the folder `output`.
+    """Fit a head to votes and write head.safetensors and head.json to the folder `output`.
 
     The votes of a share `held_out` of the prompts, chosen by the seed, are not fitted. The split is by prompt because votes on one
     prompt share images, and a split by votes would overestimate the held-out accuracy.
 
     Raises:
-        FlowGRPOError: a vote is malformed, its path leaves the votes file's folder, or its image can't be read.
+        FlowGRPOError: an image can't be read, or a setting is out of range.
     """
     if weight_decay <= 0:
         raise FlowGRPOError(
             "preference_head: set weight_decay above 0; without it the weights of separable votes grow without bound."
         )
-    read_votes = _read(Path(votes))
     embed = OpenCLIP("preference_head", model, pretrained, device)
-    difference = _differences(embed, read_votes)  # (N, 2 E)
-    test = _held_out([vote.prompt for vote in read_votes], held_out, seed)
+    difference = _differences(embed, votes)  # (N, 2 E)
+    test = _held_out([vote.prompt for vote in votes], held_out, seed)
     weight = bradley_terry(difference[~test], weight_decay)
     right = (difference @ weight > 0).double()
     result = Fit(
@@ -123,7 +121,7 @@ def fit(
         pretrained=pretrained,
         weight_decay=weight_decay,
         seed=seed,
-        votes=len(read_votes),
+        votes=len(votes),
         held_out_votes=int(test.sum()),
         accuracy=right[~test].mean().item(),
         held_out_accuracy=right[test].mean().item() if test.any() else None,
@@ -157,37 +155,8 @@ def bradley_terry(difference: Tensor, weight_decay: float) -> Tensor:
     return weight.detach()
 
 
-def _read(file: Path) -> list[Vote]:
-    if not file.is_file():
-        raise FlowGRPOError(f"preference_head: there is no votes file {file}.")
-    votes = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        where = f"{file}, line {number}"
-        try:
-            pair = json.loads(line)
-            prompt, better, worse = pair["prompt"], pair["better"], pair["worse"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise FlowGRPOError(f'{where} is not {{"prompt": ..., "better": ..., "worse": ...}}: {line[:80]!r}.') from error
-        if not all(isinstance(value, str) for value in (prompt, better, worse)):
-            raise FlowGRPOError(f"{where}: prompt, better and worse must be strings.")
-        if better == worse:
-            raise FlowGRPOError(f"{where} compares {better!r} with itself; remove the line.")
-        votes.append(Vote(prompt, _image_path(file.parent, better, where), _image_path(file.parent, worse, where)))
-    if not votes:
-        raise FlowGRPOError(f"{file} holds no votes.")
-    return votes
-
-
-def _image_path(folder: Path, name: str, where: str) -> Path:
-    """The image's path. It must be inside the folder, since a votes file may come from an untrusted source."""
-    path = inside(folder, name, where)
-    if not path.is_file():
-        raise FlowGRPOError(f"{where}: there is no image {name!r}.")
-    return path
-
-
 @torch.no_grad()
-def _differences(embed: OpenCLIP, votes: list[Vote]) -> Tensor:
+def _differences(embed: OpenCLIP, votes: Sequence[Vote]) -> Tensor:
     """phi(better) - phi(worse) of every vote (N, 2 E), float64 on the CPU."""
     rows = []
     for i in range(0, len(votes), 32):

@@ -105,8 +105,11 @@ def probe(
 @app.command()
 def fit(
     votes: Annotated[
-        Path,
-        typer.Argument(help="A .jsonl file of votes, one per line: prompt, better, worse; paths are relative to the file."),
+        str,
+        typer.Argument(
+            help="A table of votes, .jsonl, .csv or .parquet: prompt, better and worse; or as Pick-a-Pic or ImageRewardDB have them. "
+            "Paths are relative to the file."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("preference_head"),
     model: Annotated[
@@ -127,13 +130,15 @@ def fit(
 
     [bold]flow-grpo rewards fit votes/votes.jsonl --model ViT-L-14 --pretrained openai[/bold]
     """
+    from flow_grpo.data.votes import load_votes
     from flow_grpo.files import new_files
     from flow_grpo.rewards import preference_head
 
+    found = load_votes(votes, stay_inside=True)
     prepare_folder(out)
     with new_files(out, "head", preference_head.FILES) as folder:
         fitted = preference_head.fit(
-            votes,
+            found,
             folder,
             preference_head.TINY if model is None else model,
             pretrained,

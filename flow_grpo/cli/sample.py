@@ -1,11 +1,12 @@
 """`flow-grpo sample`: images of prompts, as single files and as a grid."""
 
+import json
 import re
 import shlex
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,18 +14,20 @@ from flow_grpo.cli.console import say, without_library_messages
 from flow_grpo.cli.image_options import say_notes
 from flow_grpo.cli.options import Trust, config_for_weights, new_folder
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import finish_files, new_files
+from flow_grpo.files import MAX_JSON, finish_files, new_files, regular_bytes, write_atomic
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
     from flow_grpo.data.grid import ImageInfo
+    from flow_grpo.data.prompts import PromptSet
     from flow_grpo.image_prompt import SourceImage
     from flow_grpo.policy.policy import Policy
 
-GRID, RESULT = "grid.png", "sample"
-IMAGE = re.compile(r"\d{4,}_seed(-?\d+)\.(png|webp)")  # the name of an image or a video, with its seed
+GRID, TABLE, FILE_NAME, RESULT = "grid.png", "metadata.jsonl", "file_name", "sample"
+GENEVALS = re.compile(r"\d{5,}/samples/\d{4,}\.(png|webp)")  # the name of an image in GenEval's layout
+Layout = Literal["flat", "geneval"]
 Sources = Annotated[
     list[Path] | None,
     typer.Option(
@@ -77,22 +80,31 @@ def sample(
     height: Height = None,
     width: Width = None,
     trust: Trust = False,
+    layout: Annotated[
+        Layout,
+        typer.Option(
+            help="Names of the files: flat is 0000_seed0.png and a metadata.jsonl of all; geneval is 00000/samples/0000.png and "
+            "00000/metadata.jsonl, for each prompt.",
+        ),
+    ] = "flat",
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images or videos.")] = Path("samples"),
 ) -> None:
-    """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file.
+    """Generate images: prompts x seeds as single PNGs and as a grid PNG, with prompt and seed stored in each file and in a table.
 
     Images of an earlier command in the folder are replaced when the new ones are complete, so that it holds those of one command.
 
     Videos are WebP animations, and strips of frames in the grid.
 
     [bold]flow-grpo sample 'red text "CAT" on a blue background' --seeds 4[/bold]
+    [bold]flow-grpo sample prompts/geneval.jsonl --lora LORA --layout geneval[/bold]
     """
     from flow_grpo.data.grid import ImageInfo
     from flow_grpo.image_prompt import images_of
 
     if not -(2**63) <= first_seed <= 2**63 - seeds:  # the range of torch's generators
         raise FlowGRPOError(f"--first-seed {first_seed} is out of range: give one from -2^63 to 2^63 - {seeds}.")
-    texts = _read_prompts(prompts, image or [])
+    prompt_set = _read_prompts(prompts, image or [])
+    texts = prompt_set.prompts
     args = config_for_weights(config, model, lora, trust)
     model = model or args.model
     settings = {"guidance": args.held_out.guidance if guidance is None else guidance, "height": height, "width": width}
@@ -100,30 +112,36 @@ def sample(
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)
     with new_folder(out):
-        policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
         finish_files(out, RESULT)
-        earlier = _earlier_images(out)
+        earlier = _earlier_files(out)
+        policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
+        suffix = ".webp" if policy.makes_videos else ".png"
+        names = [f"{_stem(layout, i, cell.seed, seeds)}{suffix}" for i, cell in enumerate(cells)]
         # without earlier ones, those of a command that is stopped are kept
         with new_files(out, RESULT, earlier) if earlier else nullcontext(out) as folder:
+            files = [folder / name for name in names]
             has_grid = _generate(
                 policy,
                 cells,
+                files,
+                grid=folder / GRID,
                 steps=steps or args.evaluation.steps,
                 microbatch=args.microbatch,
                 columns=columns,
-                folder=folder,
             )
-    gone = [name for name in earlier if name != GRID and not (out / name).exists()]
+            for file, rows in _tables(layout, prompt_set, cells, names).items():
+                write_atomic(folder / file, "".join(f"{row}\n" for row in rows))
+    gone = [name for name in earlier if not name.endswith((GRID, TABLE)) and not (out / name).exists()]
     if gone:
         say(f"removed from {out}: {counted(len(gone), 'image')} of an earlier command")
     output = out / GRID if has_grid else f"{out}, without a {GRID}, which would be too large"
     say(f"{counted(len(cells), 'video' if policy.makes_videos else 'image')}: {output}")
 
 
-def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
-    """The prompts, of which each word is one with these images, or a file or folder of several."""
+def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> "PromptSet":
+    """The prompts with their metadata. Of the words each word is one with these images, or a file or folder of several."""
     from flow_grpo.data.prompt_sources import names_a_path
-    from flow_grpo.data.prompts import load_prompts
+    from flow_grpo.data.prompts import PromptSet, load_prompts
     from flow_grpo.image_prompt import SourceImage, with_images
 
     files = [word for word in words if names_a_path(word)]
@@ -137,15 +155,15 @@ def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> list[str]:
             f"{len(words)} prompts were given, some of one word: put quotes around a prompt of several words, as in "
             f"{shlex.quote(' '.join(words))}, and prompts of one word into a file, one a line."
         )
-    prompts: list[str] = []
+    found = PromptSet([], [])
     for word in words:
         if word not in files:
-            prompts.append(with_images(word, sources))
-            continue
-        loaded = load_prompts(word)
-        say_notes(loaded)
-        prompts += loaded.prompts
-    return prompts
+            loaded = PromptSet([with_images(word, sources)], [{}])
+        else:
+            loaded = load_prompts(word)
+            say_notes(loaded)
+        found = PromptSet(found.prompts + loaded.prompts, found.metadata + loaded.metadata)
+    return found
 
 
 @without_library_messages
@@ -173,7 +191,9 @@ def result_size(size: tuple[int, int]) -> tuple[int, int]:
     return width, height
 
 
-def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch: int, columns: int, folder: Path) -> bool:
+def _generate(
+    policy: "Policy", cells: "list[ImageInfo]", files: list[Path], grid: Path, steps: int, microbatch: int, columns: int
+) -> bool:
     """Generate and save the images, a micro-batch at a time, then the grid. Returns whether a grid was written."""
     import torch
 
@@ -182,27 +202,74 @@ def _generate(policy: "Policy", cells: "list[ImageInfo]", steps: int, microbatch
     from flow_grpo.image_prompt import images_of
 
     small_images: list[torch.Tensor] = []
-    suffix = ".webp" if policy.makes_videos else ".png"
+    settings = {"Steps": steps, "CFG scale": f"{policy.guidance:g}"}
     with phase("generating", total=len(cells), unit="images") as saved:
         for start in range(0, len(cells), microbatch):
             batch = cells[start : start + microbatch]
             images = generate_images(
                 policy, [cell.prompt for cell in batch], [cell.seed for cell in batch], steps, len(batch)
             )
-            for i, (image, cell) in enumerate(zip(images, batch, strict=True), start):
-                save_image(folder / f"{i:04d}_seed{cell.seed}{suffix}", image, cell)
+            for image, cell, file in zip(images, batch, files[start:], strict=False):
+                save_image(file, image, cell, settings)
             if fits(len(cells) * (2 if any(images_of(cell.prompt) for cell in cells) else 1), images):
                 small_images.append(images)
             saved.advance(len(batch))
     if small_images:
-        save_grid(folder / GRID, torch.cat(small_images), cells, columns=columns)
+        save_grid(grid, torch.cat(small_images), cells, columns=columns)
     return bool(small_images)
 
 
-def _earlier_images(folder: Path) -> list[str]:
-    """Names of the images, videos and grid of an earlier `sample`, which their names and contents tell; not those of other programs."""
-    from flow_grpo.data.grid import written_cells
+def _stem(layout: Layout, index: int, seed: int, seeds: int) -> str:
+    """The path of an image in the folder, without its suffix."""
+    if layout == "geneval":
+        return f"{index // seeds:05d}/samples/{index % seeds:04d}"
+    return f"{index:04d}_seed{seed}"
 
-    named = [(file, int(name[1])) for file in sorted(folder.iterdir()) if (name := IMAGE.fullmatch(file.name))]
-    images = [file.name for file, seed in named if [cell.seed for cell in written_cells(file)] == [seed]]
-    return images + [GRID] * bool(written_cells(folder / GRID))
+
+def _tables(layout: Layout, prompts: "PromptSet", cells: "list[ImageInfo]", names: list[str]) -> dict[str, list[str]]:
+    """The lines of each table of what the images are, by its path: one as `datasets` reads it, or GenEval's of each prompt."""
+    from flow_grpo.data.prompts import json_value
+
+    rows = [
+        {"prompt": str(prompt)} | {key: value for key, value in row.items() if value is not None and key != FILE_NAME}
+        for prompt, row in zip(prompts.prompts, prompts.metadata, strict=True)
+    ]
+    if layout == "geneval":
+        return {f"{i:05d}/{TABLE}": [json.dumps(row, default=json_value)] for i, row in enumerate(rows)}
+    seeds = len(cells) // len(rows)
+    of_images = [
+        {FILE_NAME: name, **rows[i // seeds], "seed": cell.seed}
+        for i, (name, cell) in enumerate(zip(names, cells, strict=True))
+    ]
+    return {TABLE: [json.dumps(row, default=json_value) for row in of_images]}
+
+
+def _earlier_files(folder: Path) -> list[str]:
+    """The images, videos, tables and grid of an earlier `sample`, which their names and contents tell; not those of other programs.
+
+    FlowGRPOError if the folder has a table of other images.
+    """
+    from flow_grpo.data.grid import written_cells
+    from flow_grpo.data.image_sets import OF_SAMPLE
+
+    flat = [(file.name, int(name[1])) for file in sorted(folder.iterdir()) if (name := OF_SAMPLE.fullmatch(file.name))]
+    images = [name for name, seed in flat if [cell.seed for cell in written_cells(folder / name)] == [seed]]
+    nested = [str(file.relative_to(folder)) for file in sorted(folder.glob("*/samples/*"))]
+    images += [name for name in nested if GENEVALS.fullmatch(name) and len(written_cells(folder / name)) == 1]
+    tables = {f"{name.partition('/')[0]}/{TABLE}" for name in images if "/" in name}
+    if (folder / TABLE).exists():
+        if not _is_own(folder / TABLE):
+            raise FlowGRPOError(f"{folder / TABLE} is a table of other images: give another folder by --out.")
+        tables.add(TABLE)
+    return images + [GRID] * bool(written_cells(folder / GRID)) + sorted(tables)
+
+
+def _is_own(table: Path) -> bool:
+    """Whether a table names images of `sample` alone."""
+    from flow_grpo.data.image_sets import OF_SAMPLE
+
+    try:
+        rows = [json.loads(line) for line in regular_bytes(table, MAX_JSON).splitlines()]
+        return all(OF_SAMPLE.fullmatch(row[FILE_NAME]) for row in rows)
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return False

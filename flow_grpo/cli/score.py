@@ -25,6 +25,8 @@ from flow_grpo.cli.options import RewardNames, check_suffix, load_rewards, parse
 from flow_grpo.files import write_atomic
 from flow_grpo.text import counted, escape_formula, visible
 
+GENEVAL = "geneval_exact"  # the reward that is GenEval's own score
+
 
 def score(
     images: Annotated[Path, typer.Argument(help=IMAGES_HELP)],
@@ -36,7 +38,12 @@ def score(
     padding: Padding = None,
     crop: Crop = None,
     out: Annotated[
-        Path | None, typer.Option(help=".json or .csv file for the values of each image.", show_default=False)
+        Path | None,
+        typer.Option(
+            help=".json, .csv or .jsonl file for the values of each image and the other columns of its prompt; .jsonl with "
+            "--reward geneval_exact is read by GenEval's summary_scores.py.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Score images with rewards (default: ocr): each cell of a grid, or each image of a folder.
@@ -68,10 +75,9 @@ def score(
     }
     print_table(console, f"{counted(len(image_set), 'image')} of {images}", table)
     if out is not None:
-        records = [
-            {"picture": label, "prompt": text} | {name: values[name][i] for name in values}
-            for i, (label, text) in enumerate(zip(image_set.labels, image_set.prompts, strict=True))
-        ]
+        own = {"picture": image_set.labels, "prompt": [*map(str, image_set.prompts)], **values}
+        others = {name: column for name, column in metadata.items() if name not in (*own, "sources")}
+        records = [{name: column[i] for name, column in (own | others).items()} for i in range(len(image_set))]
         write_atomic(out, WRITERS[out.suffix.lower()](records))
 
 
@@ -79,12 +85,36 @@ def _to_csv(records: list[dict[str, Any]]) -> str:
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     writer.writerow(map(escape_formula, records[0]))
-    writer.writerows([escape_formula(value) for value in record.values()] for record in records)
+    writer.writerows([escape_formula(_cell(value)) for value in record.values()] for record in records)
     return buffer.getvalue()
 
 
-def _to_json(records: list[dict[str, Any]]) -> str:
-    return json.dumps(records, indent=2)
+def _cell(value: object) -> object:
+    """A value for CSV: lists and objects of metadata as JSON."""
+    return value if isinstance(value, str | int | float) or value is None else _to_json(value, indent=None)
 
 
-WRITERS: dict[str, Callable[[list[dict[str, Any]]], str]] = {".json": _to_json, ".csv": _to_csv}
+def _to_json(content: object, indent: int | None = 2) -> str:
+    from flow_grpo.data.prompts import json_value
+
+    return json.dumps(content, indent=indent, default=json_value)
+
+
+def _to_lines(records: list[dict[str, Any]]) -> str:
+    return "".join(f"{_to_json(_as_genevals(record), indent=None)}\n" for record in records)
+
+
+def _as_genevals(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with the names that GenEval's evaluation gives its results, if it has their values."""
+    if GENEVAL not in record:
+        return record
+    task = {name: record[name] for name in ("tag", "include", "exclude", "prompt") if record.get(name) is not None}
+    return {
+        "filename": record["picture"],
+        **record,
+        "correct": record[GENEVAL] == 1,
+        "metadata": _to_json(task, indent=None),
+    }
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]]], str]] = {".json": _to_json, ".csv": _to_csv, ".jsonl": _to_lines}

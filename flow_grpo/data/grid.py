@@ -7,6 +7,7 @@ enlarged by integer factors only, so that `read_grid` returns their exact pixels
 import json
 import re
 import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,17 @@ LINE = 15
 INK, PAPER = (70, 70, 76), (250, 250, 250)
 
 
-def write_parameters(prompt: str, **settings: object) -> str:
-    """The text of an image: its prompt, then a line of settings, of which those programs expect at least three."""
-    return "\n".join([prompt, ", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items())])
+def write_parameters(prompt: str, settings: Mapping[str, object]) -> str:
+    """The text of an image as AUTOMATIC1111 writes it: the prompt, the negative one, which is empty here, and a line of settings.
+
+    Programs that read it expect `Steps` first, and at least three settings.
+    """
+    line = ", ".join(f"{name}: {_quoted(str(value))}" for name, value in settings.items())
+    return f"{prompt}\nNegative prompt: \n{line}"
 
 
 def prompt_of(parameters: str | None) -> str | None:
-    """The prompt in such a text, without the negative one and the settings; None if it has another form."""
+    """The prompt in such a text; None if it has another form."""
     settings = SETTINGS.search((parameters or "").rstrip())
     if parameters is None or settings is None:
         return None
@@ -169,16 +174,20 @@ def fits(count: int, images: Tensor) -> bool:
     return count * (height * scale + 3 * LINE + 6 + GAP) * (width * scale + GAP) <= MAX_PIXELS
 
 
-def save_image(path: Path, image: Tensor, cell: ImageInfo) -> None:
-    """Write one image (3, H, W) in [0, 1] as a PNG, or a video (F, 3, H, W) as a WebP, which contains its prompt, seed and model."""
+def save_image(path: Path, image: Tensor, cell: ImageInfo, settings: Mapping[str, object] | None = None) -> None:
+    """Write one image (3, H, W) in [0, 1] as a PNG, or a video (F, 3, H, W) as a WebP, which contains its prompt, seed and model.
+
+    Args:
+        settings: further ones that a PNG states for other programs, in AUTOMATIC1111's names.
+    """
     if image.ndim == 4:
         save_animation(path.with_suffix(".webp"), image, description=json.dumps({"cells": [asdict(cell)]}))
         return
     info = PngInfo()
     content = {"scale": 1, "cells": [_content(cell, [0, 0, image.shape[2], image.shape[1]])]}
     info.add_itxt(CHUNK, json.dumps(content))
-    size = f"{image.shape[2]}x{image.shape[1]}"
-    info.add_itxt(FIELD, write_parameters(cell.prompt, Seed=cell.seed, Size=size, Model=cell.model))
+    own = {"Seed": cell.seed, "Size": f"{image.shape[2]}x{image.shape[1]}", "Model": cell.model}
+    info.add_text(FIELD, write_parameters(cell.prompt, {**(settings or {}), **own}))
     with atomic_file(path) as file:
         Image.fromarray(to_bytes(image[None])[0]).save(file, pnginfo=info)
 

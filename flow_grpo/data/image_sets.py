@@ -1,5 +1,6 @@
 """Images on disk and their prompts: grid images, single images and folders in natural order, written by `sample` or other programs."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -27,7 +28,8 @@ from flow_grpo.text import counted, natural_key
 MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
 GRID = "grid.png"  # of `sample`, and of GenEval: the images beside it once more
 SAMPLES = "samples"  # GenEval's folder of the images of one prompt, which the metadata.jsonl beside it has
-OWN_COLUMNS = {"file_name", "seed", "model"}  # of the table that `sample` writes, beside the prompts
+OF_SAMPLE = re.compile(r"\d{4,}_seed(-?\d+)\.(png|webp)")  # the name of an image or a video of `sample`, with its seed
+WITH_PROMPT = re.compile(r"(.+ .+)_\d{6}")  # the stem of an image of T2I-CompBench: its prompt and a number
 CAPTIONS = (".txt", ".caption")
 MAX_CAPTION = 1 << 20  # bytes
 MAX_DEPTH = 3  # of folders in folders
@@ -76,8 +78,7 @@ def find_images(folder: Path, depth: int = 0) -> FoundImages:
         return _plain(folder, depth)
     table = load_prompts(manifest)
     if file_column(table) is not None:
-        is_own = all(row.keys() == OWN_COLUMNS for row in table.metadata)
-        return _of_sample(folder, table) if is_own else _of_table(manifest, table)
+        return _of_table(manifest, table)
     if len(table) > 1 or not (folder / SAMPLES).is_dir():
         raise FlowGRPOError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
     found = _plain(folder / SAMPLES, MAX_DEPTH)
@@ -94,6 +95,12 @@ def caption_of(file: Path) -> tuple[str | None, Path | None]:
     if beside.stat().st_size > MAX_CAPTION:
         raise FlowGRPOError(f"{beside} has more than {MAX_CAPTION >> 20} MB, which is no caption of an image.")
     return read_text(beside).strip() or None, beside
+
+
+def _stated_prompt(file: Path, image: Image.Image) -> str | None:
+    """The prompt that another program has put into an image, or into its name as T2I-CompBench has it."""
+    named = WITH_PROMPT.fullmatch(file.stem)
+    return prompt_of(image.info.get(FIELD)) or (named[1] if named else None)
 
 
 def _plain(folder: Path, depth: int) -> FoundImages:
@@ -118,28 +125,18 @@ def _plain(folder: Path, depth: int) -> FoundImages:
 
 
 def _of_table(manifest: Path, table: PromptSet) -> FoundImages:
-    """The images that a table names, in its order."""
+    """The images that a table names, in its order. Images of `sample` may have been deleted since."""
     column = file_column(table)
     images = []
     for prompt, row in zip(table.prompts, table.metadata, strict=True):
+        if OF_SAMPLE.fullmatch(str(row[column])) and not (manifest.parent / row[column]).exists():
+            continue
         metadata = {key: value for key, value in row.items() if key not in (column, "seed")}
         images.append(FoundImage(_image_path(manifest, row[column]), prompt, _seed(manifest, row.get("seed")), metadata))
     named = {image.file for image in images}
     present = _plain(manifest.parent, MAX_DEPTH)
     unnamed = [image.file for image in present.images if image.file not in named]
     return FoundImages(images, unnamed + [path for path in present.left_out if not path.is_dir()])
-
-
-def _of_sample(folder: Path, table: PromptSet) -> FoundImages:
-    """The images in a folder of `sample`, some of which may have been deleted or added since."""
-    found = _plain(folder, MAX_DEPTH)
-    row_of = {row["file_name"]: i for i, row in enumerate(table.metadata)}
-    rows = [row_of.get(image.file.name) for image in found.images]
-    known = [
-        image if i is None else replace(image, prompt=table.prompts[i], seed=_seed(folder, table.metadata[i]["seed"]))
-        for image, i in zip(found.images, rows, strict=True)
-    ]
-    return replace(found, images=known)
 
 
 def _image_path(manifest: Path, name: object) -> Path:
@@ -341,7 +338,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         lacks_sources = _lacks_sources(texts, cells)
         return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
     if prompts is None:
-        prompts = caption_of(file)[0] or prompt_of(image.info.get(FIELD))
+        prompts = caption_of(file)[0] or _stated_prompt(file, image)
     if prompts is None and not promptless:
         raise FlowGRPOError(
             f"{file} has no prompts in it: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
@@ -455,12 +452,13 @@ def _read_found(found: FoundImage, folder: Path, grid: GridOptions) -> tuple[lis
         layout = layout_of(array, grid, str(found.file), allow_single=False)
         pixels = layout.crop_cells(array)[: layout.filled]
     name = str(found.file.relative_to(folder))
-    caption = found.caption or prompt_of(image.info.get(FIELD))
+    caption = found.caption or _stated_prompt(found.file, image)
     read_images = []
     for i, (cell, made_of) in enumerate(zip_longest(pixels, stored)):
         label = name if len(pixels) == 1 else f"{name}[{i}]"
         prompt = found.prompt if found.prompt is not None or made_of is None else made_of.prompt
-        seed = found.seed if found.seed is not None or made_of is None or found.prompt is not None else made_of.seed
+        knows_seed = found.seed is not None or made_of is None or found.prompt not in (None, made_of.prompt)
+        seed = found.seed if knows_seed else made_of.seed
         read_images.append(_Read(name, label, cell, prompt, caption, seed, found.metadata, made_of))
     return read_images, layout
 

@@ -74,6 +74,11 @@ def _as_text(value: object) -> str:
     return f"{type(value).__name__} {content}"
 
 
+def json_value(value: object) -> str | None:
+    """A value of metadata that JSON has no form for, such as a date: its text; None for bytes. For `json.dumps(default=...)`."""
+    return None if isinstance(value, bytes) else str(value)
+
+
 class PromptSampler:
     """Samples the prompts of training steps: shuffled epochs.
 

@@ -11,11 +11,13 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid import from_bytes, open_image, to_bytes
+from flow_grpo.data.grid import from_bytes, to_bytes
 from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.votes import NO_COLUMN, image_of, load_votes
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards.image_files import read_image
 from flow_grpo.types import Experience, PromptBatch, Trajectory
 
 
@@ -24,14 +26,14 @@ class OfflineExamples:
     """Prompts and the images of each: one to imitate, or the better and the worse one."""
 
     prompts: list[str]
-    images: list[tuple[Path | Tensor, ...]]
+    images: list[tuple[Path | bytes | Tensor, ...]]
 
 
 class GivenImages:
     """Assigns the dataset's images to training steps: `prompts_per_step` x `images_per_prompt` of them (for dpo half as many pairs).
 
-    `dataset` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, for dpo prompt, chosen and rejected, paths
-    relative to the file; or, for sft, a folder of images or a grid written by `sample`, which hold their prompts.
+    `dataset` is a table (.jsonl, .csv, .parquet) with the columns prompt and image, paths relative to the file; for dpo one of votes, as
+    `load_votes` reads it; or, for sft, a folder of images or a grid written by `sample`, which hold their prompts.
     """
 
     def __init__(self, policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
@@ -77,9 +79,9 @@ class GivenImages:
             indices += order[first : first + count - len(indices)].tolist()
         return indices
 
-    def _load_image(self, source: Path | Tensor) -> Tensor:
+    def _load_image(self, source: Path | bytes | Tensor) -> Tensor:
         """(3, H, W) in [0, 1], cropped and resized to the policy's size."""
-        image = Image.fromarray(to_bytes(source[None])[0]) if isinstance(source, Tensor) else open_image(source)
+        image = Image.fromarray(to_bytes(source[None])[0]) if isinstance(source, Tensor) else read_image(source)
         return from_bytes(np.asarray(ImageOps.fit(image, self.size, Image.Resampling.LANCZOS))[None])[0]
 
 
@@ -96,20 +98,15 @@ def load_examples(data: str, rows_per_pair: int) -> OfflineExamples:
     source = Path(data)
     if source.is_dir() or source.suffix.lower() in image_sets.SUFFIXES:
         if rows_per_pair == 2:
-            raise FlowGRPOError(f"objective.dataset={data}: dpo needs a table with the columns prompt, chosen and rejected.")
+            raise FlowGRPOError(
+                f"objective.dataset={data}: dpo needs a table of votes, with the columns prompt, chosen and rejected."
+            )
         image_set = image_sets.read(source)
         return OfflineExamples(image_set.prompts, [(image,) for image in image_set.images()])
-    columns = ("image",) if rows_per_pair == 1 else ("chosen", "rejected")
-    table = load_prompts(data, image_column="source_image")
-    missing_columns = [name for name in columns if name not in table.metadata[0]]
-    if missing_columns:
-        raise FlowGRPOError(f"{data} has no column `{missing_columns[0]}`: give prompt, {' and '.join(columns)}.")
-    cells = [row[name] for row in table.metadata for name in columns]
-    not_paths = [cell for cell in cells if not isinstance(cell, str)]
-    if not_paths:
-        raise FlowGRPOError(f"{data}: expected an image path, got {not_paths[0]!r}.")
-    files = [tuple(source.parent / row[name] for name in columns) for row in table.metadata]
-    missing_image = next((file for row in files for file in row if not file.is_file()), None)
-    if missing_image is not None:
-        raise FlowGRPOError(f"{data}: image {missing_image} does not exist.")
-    return OfflineExamples(table.prompts, list(files))
+    if rows_per_pair == 2:
+        votes = load_votes(data)
+        return OfflineExamples([vote.prompt for vote in votes], [(vote.better, vote.worse) for vote in votes])
+    table = load_prompts(data, image_column=NO_COLUMN)
+    if "image" not in table.metadata[0]:
+        raise FlowGRPOError(f"{data} has no column `image`: give prompt and image.")
+    return OfflineExamples(table.prompts, [(image_of(table, row, "image", data),) for row in range(len(table))])

@@ -35,7 +35,8 @@ def folder(tmp_path) -> Path:
 
 def test_score_and_rewards_test_give_each_image_the_metadata_of_its_row(folder):
     run("score", "grid.png", "--prompts", "meta.csv", "--reward", f"{OWN}:uses_metadata", "--out", "x.json", cwd=folder)
-    assert [row["uses_metadata"] for row in json.loads((folder / "x.json").read_text())] == [1, 2, 3, 4]
+    found = json.loads((folder / "x.json").read_text())
+    assert [(row["uses_metadata"], row["answer"]) for row in found] == [(n, n) for n in (1, 2, 3, 4)]
     output = run("rewards", "test", f"{OWN}:uses_metadata", "--images", "grid.png", "--prompts", "meta.csv", cwd=folder)
     line = next(line for line in output.splitlines() if line.strip().startswith("original"))
     assert line.split()[1:5] == ["2.5000", "1.1180", "1.0000", "4.0000"]

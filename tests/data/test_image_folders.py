@@ -172,14 +172,25 @@ def test_all_cells_of_our_grids_in_a_folder_are_read(tmp_path):
 
 
 def test_an_image_says_its_prompt_to_other_programs_and_theirs_is_read(tmp_path):
-    save_image(tmp_path / "ours.png", pictures()[0], CELLS[3])
+    save_image(tmp_path / "ours.png", pictures()[0], CELLS[3], {"Steps": 20, "CFG scale": "4.5"})
     with Image.open(tmp_path / "ours.png") as image:
         written = image.text["parameters"]
-    assert written == f"{CELLS[3].prompt}\nSeed: 3, Size: 10x6, Model: tiny"
+    assert written == f"{CELLS[3].prompt}\nNegative prompt: \nSteps: 20, CFG scale: 4.5, Seed: 3, Size: 10x6, Model: tiny"
     assert prompt_of(written) == CELLS[3].prompt
     theirs = 'a fox: red, "big"\nin snow\nNegative prompt: blurry\nSteps: 20, Sampler: Euler, Seed: 5'
     assert prompt_of(theirs) == 'a fox: red, "big"\nin snow'
     assert [prompt_of(text) for text in (None, "", "words", '{"prompt": "a"}', "\nSteps: 1, Seed: 2")] == [None] * 5
+
+
+def test_prompts_in_names_are_read_as_t2i_compbench_writes_them(tmp_path):
+    for prompt in ("a red bench, and a_b", "a green car"):
+        for i in (0, 1):
+            grey(tmp_path / "samples" / f"{prompt}_{i:06d}.png", i)
+    assert image_sets.read(tmp_path).prompts == ["a green car"] * 2 + ["a red bench, and a_b"] * 2
+    assert image_sets.read(tmp_path / "samples" / "a green car_000001.png").prompts == ["a green car"]
+    grey(tmp_path / "other" / "img_000001.png", 1)
+    with pytest.raises(FlowGRPOError, match="has no prompt in it"):
+        image_sets.read(tmp_path / "other")
 
 
 def test_a_pipe_or_a_broken_link_among_images_is_named_and_not_skipped(tmp_path):

@@ -102,7 +102,7 @@ def test_a_folder_of_texts_is_a_prompt_set_for_sample_train_and_eval(texts):
     assert read.prompts == [f"a dense description, {name}" for name in names]
     assert read.metadata == [{"file_name": name} for name in names]
     assert read.notes == (f"{texts}: 1 file without the ending .txt left out.",)
-    assert _read_prompts([f"{texts}/"]) == read.prompts
+    assert _read_prompts([f"{texts}/"]).prompts == read.prompts
     assert load_run_prompts(str(texts)) == read == read_prompt_source(str(texts), None)
 
 
@@ -120,8 +120,8 @@ def test_sample_takes_no_file_or_folder_for_words(tmp_path, monkeypatch):
     }.items():
         with pytest.raises(FlowGRPOError, match=sentence):
             _read_prompts([word])
-    assert _read_prompts(["cat"]) == ["cat"]
-    assert _read_prompts(["x" * 5000]) == ["x" * 5000]
+    assert _read_prompts(["cat"]).prompts == ["cat"]
+    assert _read_prompts(["x" * 5000]).prompts == ["x" * 5000]
 
 
 def test_a_folder_of_captioned_images_gives_texts_and_one_of_prompts_images_to_edit(tmp_path):
@@ -131,7 +131,7 @@ def test_a_folder_of_captioned_images_gives_texts_and_one_of_prompts_images_to_e
     assert (captions.prompts, captions.metadata) == (['a sign "OK"'], [{"file_name": "0.png"}])
     assert images_of(captions.prompts[0]) == ()
     assert captions.notes[0].endswith("the column `text` is taken as the prompt, without the images that it describes.")
-    assert _read_prompts([str(tmp_path)]) == captions.prompts
+    assert _read_prompts([str(tmp_path)]).prompts == captions.prompts
     (tmp_path / "metadata.csv").write_text("file_name,prompt\n0.png,make it night\n")
     assert len(images_of(load_prompts(tmp_path).prompts[0])) == 1
 

@@ -13,11 +13,17 @@ from typer.testing import CliRunner
 
 from flow_grpo import rewards
 from flow_grpo.cli import rewards as reward_cli
+from flow_grpo.data.votes import load_votes
+from flow_grpo.rewards import preference_head
 from flow_grpo.rewards.clip import TINY, OpenCLIP
-from flow_grpo.rewards.preference_head import bradley_terry, features, fit
+from flow_grpo.rewards.preference_head import bradley_terry, features
 from flow_grpo.tiny import pretrain
 
 PROMPTS = [sign.prompt for sign in pretrain.held_out_signs(24)]
+
+
+def fit(votes, *arguments, **settings):
+    return preference_head.fit(load_votes(str(votes), stay_inside=True), *arguments, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -128,13 +134,12 @@ def test_votes_on_one_prompt_stay_on_one_side(folder, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "line 2 is not"),
-        ("[1]", "line 2 is not"),
-        ("", "line 2 is not"),
-        ('{"prompt": "a", "better": "0_dark.png"}', "line 2 is not"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": 3}', "must be strings"),
+        ("{", "line 2 is not valid JSON"),
+        ("[1]", "line 2: give an object"),
+        ('{"prompt": "a", "better": "0_dark.png"}', "row 2: the column `worse` holds None"),
+        ('{"prompt": "a", "better": "0_dark.png", "worse": 3}', "the column `worse` holds 3: give an image path"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "0_dark.png"}', "with itself"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": "gone.png"}', "there is no image 'gone.png'"),
+        ('{"prompt": "a", "better": "0_dark.png", "worse": "gone.png"}', "gone.png does not exist"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "../outside.png"}', "outside its folder"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "/etc/passwd"}', "outside its folder"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "link.png"}', "outside its folder"),
@@ -166,9 +171,9 @@ def test_a_bad_votes_file_is_refused_in_a_clear_error(folder, tmp_path, line, wo
 
 def test_settings_and_files_that_cannot_be_are_refused(folder, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ValueError, match="no votes"):
+    with pytest.raises(ValueError, match="no prompts"):
         fit(tmp_path / "empty.jsonl", tmp_path)
-    with pytest.raises(ValueError, match="no votes file"):
+    with pytest.raises(ValueError, match="no prompt file"):
         fit(tmp_path / "gone.jsonl", tmp_path)
     with pytest.raises(ValueError, match="weight_decay above 0"):
         fit(folder / "votes.jsonl", tmp_path, weight_decay=0)

@@ -510,7 +510,10 @@ def test_offline_dpo_learns_which_image_is_preferred(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "a", "image": "x.png"}], "no column `chosen`"),
+        (
+            [{"prompt": "a", "image": "x.png"}],
+            "no votes in a form that is known: give the columns prompt, chosen and rejected;",
+        ),
         ([{"prompt": "a", "chosen": "x.png", "rejected": "y.png"}], "x.png does not exist"),
     ],
 )
