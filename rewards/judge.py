@@ -27,6 +27,11 @@ QUESTIONS = {
         "An image was made for this request:\n{prompt}\n\nDoes the image show everything that was asked for? Answer with one word, "
         "Yes or No."
     ),
+    "expected": (
+        "An image was made for this request:\n{prompt}\n\nHow well does the image show what was asked for? Answer with one digit "
+        "from {low} (not at all) to {high} (perfectly), and nothing else."
+    ),
+    "checklist": "An image was made for this request:\n{prompt}\n\n{item}\nAnswer with one word, Yes or No.",
 }
 PAIR_QUESTION = (
     "Two images were made for this request:\n{prompt}\n\nWhich of them shows better what was asked for? Answer with one digit: 1 for "
@@ -41,6 +46,13 @@ EDIT_QUESTIONS = {
         "The first image was changed by this request, into the second:\n{prompt}\n\nDoes the second image show the change, with all "
         "else as it was? Answer with one word, Yes or No."
     ),
+    "expected": (
+        "The first image was changed by this request, into the second:\n{prompt}\n\nHow well does the second image show the change, "
+        "with all else as it was? Answer with one digit from {low} (not at all) to {high} (perfectly), and nothing else."
+    ),
+    "checklist": (
+        "The first image was changed by this request, into the second:\n{prompt}\n\n{item}\nAnswer with one word, Yes or No."
+    ),
 }
 EDIT_PAIR_QUESTION = (
     "The first image was changed by this request, in two ways, into the second and the third:\n{prompt}\n\nWhich of the two shows "
@@ -54,9 +66,12 @@ class Judge:
     """The answer of a vision-language model to a question on image and prompt, or with the option `scope: pair` on two images.
 
     `yes_no` is P(yes) / (P(yes) + P(no)) from the log-probabilities of the first token, the VQAScore (arXiv 2404.01291), which
-    is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. A question can contain
-    {prompt}, {low}, {high} and any metadata column by name. After a malformed answer the question is repeated with a higher
-    temperature and another seed; an image without a usable answer is an error, never a 0.
+    is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. `expected` is the mean of
+    the digits low..high by their probabilities as the first token, scaled to 0..1 (UniWorld-V2, arXiv 2510.16888). `checklist` asks
+    the yes/no questions of the prompt's metadata column `checklist`, a list of questions or of {question, weight}, and is the weighted
+    mean of their P(yes). A question can contain {prompt}, {low}, {high}, {item} of a checklist and any metadata column by name. After a
+    malformed answer the question is repeated with a higher temperature and another seed; an image without a usable answer is an error,
+    never a 0.
 
     With `scope: pair` the question is which of two images is better, and the answer P(1) / (P(1) + P(2)) of the first token, or 1 or
     2 as the model writes it; an image's value is its win rate against the others of its group (Pref-GRPO, arXiv 2508.20751). Each
@@ -72,6 +87,7 @@ class Judge:
         url: base URL of the endpoint, http://host:port/v1. The API key comes from the environment variable OPENAI_API_KEY.
         model: name of the model at the endpoint.
         question: a question that replaces the built-in one.
+        low, high: the range of `number`, by default 0 to 10, and of `expected`, by default 0 to 5.
         concurrency: number of simultaneous requests.
         timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
         scope: `image` or `pair`, see `rewards.scopes`.
@@ -85,10 +101,10 @@ class Judge:
         self,
         url: str,
         model: str,
-        answer: Literal["yes_no", "number"] = "yes_no",
+        answer: Literal["yes_no", "number", "expected", "checklist"] = "yes_no",
         question: str | None = None,
         low: float = 0,
-        high: float = 10,
+        high: float | None = None,
         concurrency: int = 16,
         timeout: float = 60.0,
         attempts: int = 6,
@@ -96,11 +112,17 @@ class Judge:
         opponents: int | None = None,
     ) -> None:
         if answer not in QUESTIONS:
-            raise FlowGRPOError(f"judge: answer={answer!r} is neither yes_no nor number.")
+            raise FlowGRPOError(f"judge: answer={answer!r} is none of {', '.join(QUESTIONS)}.")
+        if high is None:
+            high = 5 if answer == "expected" else 10
+        if answer == "expected" and not {low, high} <= set(range(10)):
+            raise FlowGRPOError(f"judge: low={low} and high={high} must be digits, of which answer=expected takes the mean.")
         if not low < high:
             raise FlowGRPOError(f"judge: low={low} must be below high={high}.")
         if scope not in (IMAGE, PAIR):
             raise FlowGRPOError(f"judge: scope={scope!r} is neither image nor pair.")
+        if scope == PAIR and answer not in ("yes_no", "number"):
+            raise FlowGRPOError(f"judge: answer={answer} is for one image: with scope=pair set yes_no or number.")
         if opponents is not None and scope != PAIR:
             raise FlowGRPOError(f"judge: opponents={opponents} is for scope=pair: set it as well, or leave opponents out.")
         self.scope, self.opponents = scope, opponents
@@ -118,10 +140,24 @@ class Judge:
 
     def score(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if an image got no usable answer."""
-        questions = EDIT_QUESTIONS if has_sources(metadata) else QUESTIONS
-        return self._ask(
-            [to_pil(image[None]) for image in images], prompts, metadata, self.question or questions[self.answer], self._read
+        question = self.question or (EDIT_QUESTIONS if has_sources(metadata) else QUESTIONS)[self.answer]
+        shown = [to_pil(image[None]) for image in images]
+        if self.answer != "checklist":
+            return self._ask(shown, prompts, metadata, question, self._read)
+        checklists = [_checklist(column, prompt) for column, prompt in zip(_checklists(metadata), prompts, strict=True)]
+        rows = torch.tensor([row for row, checklist in enumerate(checklists) for _ in checklist])
+        items, weights = zip(*(entry for checklist in checklists for entry in checklist), strict=True)
+        columns = {name: [column[row] for row in rows] for name, column in metadata.items()}
+        answers = self._ask(
+            [shown[row] for row in rows],
+            [prompts[row] for row in rows],
+            {**columns, "item": list(items)},
+            question,
+            self._read,
         )
+        sums, weight = torch.zeros(2, len(prompts)), torch.tensor(weights)
+        sums.index_add_(1, rows, torch.stack([weight * answers, weight]))
+        return sums[0] / sums[1]
 
     def compare(self, first: torch.Tensor, second: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. FlowGRPOError as of `score`."""
@@ -170,10 +206,10 @@ class Judge:
         ]
         content.append({"type": "text", "text": question})
         request: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        if self.answer == "yes_no":
-            request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
-        else:
+        if self.answer == "number":
             request |= {"max_tokens": 64}
+        else:
+            request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
 
         def attempt(number: int) -> dict[str, Any]:
             return {"json": {**request, "temperature": 0.0 if number == 0 else 0.7, "seed": number}}
@@ -182,9 +218,11 @@ class Judge:
 
     def _read(self, response: httpx.Response) -> float:
         with _readable(response) as choice:
-            if self.answer == "yes_no":
-                return yes_share(choice["logprobs"]["content"][0]["top_logprobs"])
-            return (parse_number(choice["message"]["content"], self.low, self.high) - self.low) / (self.high - self.low)
+            if self.answer == "number":
+                value = parse_number(choice["message"]["content"], self.low, self.high)
+                return (value - self.low) / (self.high - self.low)
+            tokens = choice["logprobs"]["content"][0]["top_logprobs"]
+            return expected_digit(tokens, int(self.low), int(self.high)) if self.answer == "expected" else yes_share(tokens)
 
     def _read_pair(self, response: httpx.Response) -> float:
         with _readable(response) as choice:
@@ -209,15 +247,51 @@ def yes_share(tokens: list[dict[str, Any]]) -> float:
 
 def token_share(tokens: list[dict[str, Any]], first: str, second: str) -> float:
     """P(first) / (P(first) + P(second)) of the top first tokens. FlowGRPOError if neither is among them."""
-    chance = {first: 0.0, second: 0.0}
+    return _shares(tokens, [first, second])[first]
+
+
+def expected_digit(tokens: list[dict[str, Any]], low: int, high: int) -> float:
+    """The mean of the digits low..high among the top first tokens by their probabilities, scaled to 0..1. FlowGRPOError if none is."""
+    shares = _shares(tokens, [str(digit) for digit in range(low, high + 1)])
+    return sum((int(digit) - low) * share for digit, share in shares.items()) / (high - low)
+
+
+def _shares(tokens: list[dict[str, Any]], words: list[str]) -> dict[str, float]:
+    """The probability of each word among the top first tokens, of the sum over these words. FlowGRPOError if none is among them."""
+    chance = dict.fromkeys(words, 0.0)
     for token in tokens:
         word = token["token"].strip(" \n\t.,!\"'*▁Ġ").lower()
         if word in chance:
             chance[word] += math.exp(token["logprob"])
-    share = chance[first] / total if (total := sum(chance.values())) else math.nan
-    if not math.isfinite(share):
-        raise FlowGRPOError(f"neither {first} nor {second}")
-    return share
+    total = sum(chance.values())
+    shares = {word: value / total if total else math.nan for word, value in chance.items()}
+    if not all(map(math.isfinite, shares.values())):
+        raise FlowGRPOError(f"none of {', '.join(words)}")
+    return shares
+
+
+def _checklists(metadata: dict[str, list]) -> list[Any]:
+    if "checklist" not in metadata:
+        raise FlowGRPOError(
+            'judge: answer=checklist needs a column checklist of the prompts, such as {"prompt": ..., "checklist": ["Is the fox red?"]}.'
+        )
+    return metadata["checklist"]
+
+
+def _checklist(entries: Any, prompt: str) -> list[tuple[str, float]]:
+    """The questions of a prompt with their weights. FlowGRPOError if it has none, or not in this form."""
+    entries = entries if isinstance(entries, list) else []
+    items: list[Any] = [{"question": entry} if isinstance(entry, str) else entry for entry in entries]
+    if not items or not all(isinstance(item, dict) and _is_item(**item) for item in items):
+        raise FlowGRPOError(
+            f"judge: the checklist of {str(prompt)!r} should be a list of questions, or of {{question: ..., weight: ...}} with weights "
+            "above 0."
+        )
+    return [(item["question"], float(item.get("weight", 1.0))) for item in items]
+
+
+def _is_item(question: Any = None, weight: Any = 1.0, **others: Any) -> bool:
+    return isinstance(question, str) and bool(question.strip()) and isinstance(weight, int | float) and 0 < weight < math.inf
 
 
 def parse_number(text: str, low: float, high: float) -> float:

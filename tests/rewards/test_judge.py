@@ -110,7 +110,7 @@ def test_no_number_is_guessed(text):
 
 
 def test_neither_yes_nor_no_is_no_score():
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match="none of yes, no"):
         yes_share([{"token": "Maybe", "logprob": 0.0}])
     assert yes_share([{"token": "YES", "logprob": -5.0}]) == 1
 
@@ -173,13 +173,51 @@ def test_a_prompt_can_fill_in_nothing(endpoint):
 
 
 def test_options_that_make_no_sense():
-    with pytest.raises(ValueError, match="neither yes_no nor number"):
+    with pytest.raises(ValueError, match="none of number, yes_no, expected, checklist"):
         Judge("http://x/v1", "vlm", answer="stars")
+    with pytest.raises(ValueError, match="high=10 must be digits"):
+        Judge("http://x/v1", "vlm", answer="expected", high=10)
+    with pytest.raises(ValueError, match="answer=expected is for one image"):
+        Judge("http://x/v1", "vlm", answer="expected", scope="pair")
     with pytest.raises(ValueError, match="must be below"):
         Judge("http://x/v1", "vlm", low=3, high=3)
     for wrong in ({"timeout": 0}, {"attempts": 0}, {"concurrency": 0}):
         with pytest.raises(ValueError, match="must be positive"):
             Judge("http://x/v1", "vlm", **wrong)
+
+
+def test_the_expected_digit_is_the_mean_by_probability(endpoint):
+    """Of the digits from 0 to 5 alone: 3 with .5 and 4 with .25 of .75, whatever else could come first."""
+    there = endpoint(lambda text, attempt: {"3": 0.5, " 4": 0.25, "9": 0.2, "Well": 0.05})
+    judge = rewards.load("judge", url=f"{there.url}/v1", model="vlm", answer="expected")
+    assert rewards.score("judge", judge, images(1), ["a fox"]).tolist() == pytest.approx([(3 * 2 / 3 + 4 / 3) / 5])
+    request = there.requests[0]
+    assert (request["max_tokens"], request["logprobs"]) == (1, True)
+    assert "one digit from 0 (not at all) to 5" in request["messages"][0]["content"][1]["text"]
+
+
+def test_a_checklist_is_the_weighted_mean_of_its_questions(endpoint):
+    chances = {"red": 0.9, "asleep": 0.2, "two": 0.5}
+    there = endpoint(lambda text, attempt: next({"Yes": p, "No": 1 - p} for word, p in chances.items() if word in text))
+    judge = rewards.load("judge", url=f"{there.url}/v1", model="vlm", answer="checklist")
+    lists = [["Is the fox red?", {"question": "Is it asleep?", "weight": 3}], ["Are there two cats?"]]
+    values = rewards.score("judge", judge, images(2), ["a fox", "cats"], checklist=lists)
+    assert values.tolist() == pytest.approx([(0.9 + 3 * 0.2) / 4, 0.5])
+    asked = sorted(r["messages"][0]["content"][1]["text"] for r in there.requests)
+    assert [("a fox" in text, "cats" in text) for text in asked] == [(True, False), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    "checklist", [None, [], "Is it red?", [3], [{"weight": 1}], [{"question": "Red?", "weight": 0}]], ids=str
+)
+def test_a_prompt_without_a_checklist_is_named(checklist):
+    with pytest.raises(ValueError, match="the checklist of 'a fox' should be a list of questions"):
+        Judge("http://x/v1", "vlm", answer="checklist")(images(1), ["a fox"], checklist=[checklist])
+
+
+def test_a_missing_column_of_checklists_is_said():
+    with pytest.raises(ValueError, match="needs a column checklist of the prompts"):
+        Judge("http://x/v1", "vlm", answer="checklist")(images(1), ["a fox"])
 
 
 def test_two_images_are_judged_in_both_orders_and_a_value_is_a_win_rate(endpoint):
