@@ -9,9 +9,10 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import groups, prompts, resources, rewards, update
-from flow_grpo.doctor.result import CheckResult, CheckSection, failed
+from flow_grpo.doctor.result import WARNING, CheckResult, CheckSection, failed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.setup import method_warnings
 
 
 def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:
@@ -40,6 +41,8 @@ class RunChecks:
         """The sections of checks, each computed when it is asked for."""
         trainer = self.trainer
         yield "machine", resources.check_machine(trainer.policy.device, trainer.policy.dtype)
+        if warnings := method_warnings(trainer.args, trainer.policy.pipe):
+            yield "method", [CheckResult(name, "", WARNING, sentence) for name, sentence in warnings.items()]
         yield "prompts", self.check_prompts()
         rewards.replace_human_reward(trainer.rewards)
         for number, (start, stage) in enumerate(trainer.state.stages, 1):

@@ -42,10 +42,7 @@ def load_reward(name: str, setting: RewardConfig) -> Reward:
     if setting.isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
-        isolated = Isolated(
-            name, setting.options, setting.python, **({"timeout": setting.timeout} if setting.timeout else {})
-        )
-        return with_frames(name, isolated, setting.frames)
+        return with_frames(name, Isolated(name, setting.options, setting.python), setting.frames)
     return reward_kit.load(name, **{"remote": setting.remote, "frames": setting.frames, **setting.options})
 
 
@@ -230,7 +227,7 @@ class RunParts:
         rewards: the trained ones.
         train_source: the file or name that the training prompts come from; None for several sets, and for prompts in memory.
         warnings: sentences on prompts that the run both trains on and is measured by, or that have another program's syntax, and on a
-            model of few steps that the objective would blur.
+            model or rollouts that the objective does not suit.
         inputs: digests of what the run depends on besides its settings.
     """
 
@@ -298,7 +295,7 @@ def build_run(
         dtype=policy.dtype,
         reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
     )
-    warnings = [*few_step_warnings(args), *off_policy_warnings(args)]
+    warnings = [*method_warnings(args, policy.pipe).values()]
     if not given_images:
         warnings += [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)]
     return RunParts(
@@ -317,28 +314,32 @@ def build_run(
 
 
 FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
+FEW_STEP_SCHEDULERS = re.compile("LCM|SCM|TCD|FlowMap|PiFlow")
 
 
-def few_step_warnings(args: FlowGRPOConfig) -> list[str]:
-    """A sentence if a model that was distilled to few steps, as its name says, is trained by the forward process, which blurs it."""
-    names = [stage.objective.name for _, stage in args.resolved_stages() if isinstance(stage.objective, ForwardProcess)]
-    if not names or not FEW_STEPS.search(args.model.rstrip("/").rpartition("/")[2]):
-        return []
-    return [
-        f"{args.model} is made for few steps, and {names[0]}, which trains on noised images, blurs such a model: train its steps by grpo, "
-        "or by the gradient of a reward by flowbp or mend, with the steps that it is made for (sampling.steps)."
-    ]
-
-
-def off_policy_warnings(args: FlowGRPOConfig) -> list[str]:
-    """A sentence if steps are trained that another guidance samples, since they are not those of the trained policy."""
+def method_warnings(args: FlowGRPOConfig, pipe: Any) -> dict[str, str]:
+    """Sentences on objectives that don't suit the model or the rollouts, each with two words on it."""
+    warnings = {}
     for _, stage in args.resolved_stages():
+        name = stage.objective.name
+        if isinstance(stage.objective, ForwardProcess) and is_few_step(args.model, pipe):
+            warnings["few-step model"] = (
+                f"{args.model} is made for few steps, and {name}, which trains on noised images, blurs such a model: train its steps by "
+                "grpo, or by the gradient of a reward by flowbp or mend, with the steps that it is made for (sampling.steps)."
+            )
         if stage.objective.stepwise and stage.sampling.guidance not in (None, stage.guidance):
-            return [
-                f"sampling.guidance={stage.sampling.guidance:g} samples steps of which {stage.objective.name} trains the probability at "
+            warnings["off-policy steps"] = (
+                f"sampling.guidance={stage.sampling.guidance:g} samples steps of which {name} trains the probability at "
                 f"guidance={stage.guidance:g}: the run is off-policy. Objectives on final latents, such as awm, are not."
-            ]
-    return []
+            )
+    return warnings
+
+
+def is_few_step(model: str, pipe: Any) -> bool:
+    """Whether a model was distilled to few steps, as its name, its pipeline's `is_distilled` or the kind of its scheduler says."""
+    by_name = FEW_STEPS.search(model.rstrip("/").rpartition("/")[2])
+    by_scheduler = FEW_STEP_SCHEDULERS.search(type(pipe.scheduler).__name__)
+    return bool(by_name or by_scheduler or pipe.config.get("is_distilled"))
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

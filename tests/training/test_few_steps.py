@@ -1,9 +1,14 @@
-"""A run of a model that was distilled to few steps warns of objectives that would blur it."""
+"""A run of a model that was distilled to few steps warns of objectives that would blur it, and so does the doctor."""
+
+from types import SimpleNamespace
 
 import pytest
+import support.small_policy as small
+from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.training.setup import few_step_warnings
+from flow_grpo.doctor.run import RunChecks
+from flow_grpo.training.setup import method_warnings
 
 FEW = [
     "stabilityai/stable-diffusion-3.5-large-turbo",
@@ -20,16 +25,37 @@ MANY = [
     "Qwen/Qwen-Image",
     "turbo-team/plain",
 ]
+EULER = SimpleNamespace(scheduler=FlowMatchEulerDiscreteScheduler(), config={})
+
+
+def warned(model: str, objective: str, pipe=EULER) -> list[str]:
+    return list(method_warnings(FlowGRPOConfig(model=model, prompts="p.txt", objective=objective), pipe).values())
 
 
 @pytest.mark.parametrize("model", FEW)
 def test_a_few_step_model_and_a_forward_process_objective_are_warned_of(model):
-    [sentence] = few_step_warnings(FlowGRPOConfig(model=model, prompts="p.txt", objective="awm"))
+    [sentence] = warned(model, "awm")
     assert sentence.startswith(f"{model} is made for few steps, and awm")
-    for name in ("grpo", "flowbp"):
-        assert not few_step_warnings(FlowGRPOConfig(model=model, prompts="p.txt", objective=name))
+    assert not warned(model, "grpo")
+    assert not warned(model, "flowbp")
 
 
 @pytest.mark.parametrize("model", MANY)
 def test_other_models_are_not_warned_of(model):
-    assert not few_step_warnings(FlowGRPOConfig(model=model, prompts="p.txt", objective="nft"))
+    assert not warned(model, "nft")
+
+
+@pytest.mark.parametrize(("scheduler", "config"), [
+    (FlowMatchLCMScheduler(), {}),
+    (FlowMatchEulerDiscreteScheduler(), {"is_distilled": True}),
+])  # fmt: skip
+def test_a_model_without_a_telling_name_is_known_by_its_pipeline(scheduler, config):
+    assert warned("models/mine", "nft", SimpleNamespace(scheduler=scheduler, config=config))
+
+
+def test_the_doctor_shows_what_a_run_warns_of(tmp_path):
+    args = small.settings(output_dir=str(tmp_path), objective={"name": "grpo"}, sampling={"steps": 2, "guidance": 3.0})
+    trainer = small.trainer(args, train_dataset=small.PROMPTS)
+    sections = dict(zip(range(2), RunChecks(trainer).sections(), strict=False))
+    title, [result] = sections[1]
+    assert (title, result.name, result.message) == ("method", "off-policy steps", trainer.warnings[0])
