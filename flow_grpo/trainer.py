@@ -113,8 +113,6 @@ class FlowGRPOTrainer:
             if self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save:
                 self.save()
             self._evaluate(tracker, requested.should_evaluate)
-            if self.args.sample_every and self.step % self.args.sample_every == 0:
-                self.evaluator.save_sample_grid(self.step, self.eval_set or self.train_set, self.stage.microbatch)
             requested_then = self.callbacks.requested()  # by `on_evaluate` and `on_save`
             if requested_then.should_save:
                 self.save()

@@ -132,10 +132,8 @@ UNREAD = {
     "objective.threshold=2": "threshold; dppo does",
     "objective.beta=2": "beta; nft, crd, dgpo and dpo do",
     "objective.step_weight=std": "step_weight; grpo, reinforce, dppo, ppo and your own function do",
-    "objective.critic.width=9": "critic; ppo does",
     "objective.options={a: 1}": "options; your own function does",
     "objective.family=stepwise": "family; your own function does",
-    "objective.clip_quantile=0.5": "clip_quantile; grpo, grpo_guard and ppo do",
     **{
         setting: f"{setting.split('.')[1].partition('=')[0]}; grpo, reinforce, grpo_guard, dppo, ppo and your own function do"
         for setting in (

@@ -220,20 +220,6 @@ def test_push_to_hub_uploads_the_last_or_the_best_weights_and_returns_the_addres
     assert (run / layout.LORA / WEIGHTS).read_bytes() != (run / layout.BEST / WEIGHTS).read_bytes()
 
 
-def test_samples_are_drawn_without_held_out_prompts(tmp_path):
-    args = short_run(tmp_path / "run", "steps=4", "evaluation={prompts: null, steps: 2}", "sample_every=2")
-    FlowGRPOTrainer(args=args).train()
-    drawn = sorted(file.name for file in (tmp_path / "run" / "samples").iterdir())
-    assert drawn == ["step_000002.png", "step_000004.png"]
-    from flow_grpo.data.grid import read_grid
-
-    images, cells = read_grid(tmp_path / "run" / "samples" / "step_000004.png")
-    assert len(images) == 8
-    assert [cell.seed for cell in cells] == list(range(8))
-    former, _ = read_grid(tmp_path / "run" / "samples" / "step_000002.png")
-    assert not torch.equal(former, images), "the adapter has moved"
-
-
 def test_a_setting_that_does_not_exist_is_one_sentence():
     with pytest.raises(ValueError, match="there is no setting lr") as error:
         FlowGRPOConfig(lr=1e-3)

@@ -155,7 +155,7 @@ RICH = {
     "objective": {"clip_low": "auto", "clip_high": "auto"},
     "epochs": 2,
 }
-PPO = {"objective": {"name": "ppo", "critic": {"lr": 0.01, "width": 8}}, "sampling": {"window": {"schedule": "all"}}}
+PPO = {"objective": {"name": "ppo"}, "sampling": {"window": {"schedule": "all"}}}
 
 
 KEPT = {"sampling": {"keep_graphs": True, "window": {"schedule": "all"}}}
@@ -740,13 +740,11 @@ def test_several_processes_need_a_held_out_prompt_each_and_no_critic(tmp_path, m
     assert made(tmp_path / "run", held_out=HELD_OUT.head(2)).stage.microbatch == 3, "of 3 rows each"
 
 
-def test_the_critic_has_the_settings_and_the_seed_of_its_part(tmp_path):
+def test_the_critic_has_the_seed_of_the_run(tmp_path):
     critics = [made(tmp_path, **{**PPO, "seed": seed}).stage.critic for seed in (0, 0, 4)]
     first = [next(critic.parameters()) for critic in critics]
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
-    assert critics[0].settings.width == 8
-    assert critics[0].optimizer.param_groups[0]["lr"] == 0.01
 
 
 def test_a_models_place_may_be_given_and_its_prompts_alone_are_encoded(tmp_path):

@@ -79,8 +79,6 @@ class AnchorConfig(ConfigSection):
     with classifier-free guidance (CRD, arXiv 2603.14128); or `teacher`, the base model with a saved LoRA (arXiv 2605.08063)."""
     weight: PositiveFloat
     """Weight of the KL to it, whose mean is over all images of a step."""
-    kl: KL | None = None
-    """Which KL, as of `objective.kl`."""
     decay: Decay | None = None
     """ema: how slowly the average follows the policy after each training step, 0 at once, 1 never; a number, or a ramp. AWM's code:
     {rate: 0.001, max: 0.3}."""
@@ -211,9 +209,9 @@ class Objective(ConfigSection):
     """Weight of the KL to the base model, averaged over all images, including groups with equal rewards (for sft and dpo over the images
     they train on)."""
     kl: KL | None = None
-    """Which KL: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from log-probabilities (`k3`), the
-    published code's, without the step's length (`flow_grpo`), or the distance of the velocities (`velocity`, the only one on final
-    latents)."""
+    """Which KL, to the base model and to anchors: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from
+    log-probabilities (`k3`), the published code's, without the step's length (`flow_grpo`), or the distance of the velocities
+    (`velocity`, the only one on final latents)."""
     anchors: list[AnchorConfig] = Field(default_factory=list)
     """Further references to hold the policy near, each with its weight, such as [{to: ema, weight: 1, decay: 0.3}]; each reports its KL
     as kl/ema. `kl_weight` is the short form of one to the base model, and is added to them."""
@@ -232,7 +230,7 @@ class Objective(ConfigSection):
     @property
     def named_anchors(self) -> list[NamedAnchor]:
         """All anchors with their names, that of `kl_weight` first."""
-        short = AnchorConfig(to="base", weight=self.kl_weight, kl=self.kl) if self.kl_weight else None
+        short = AnchorConfig(to="base", weight=self.kl_weight) if self.kl_weight else None
         return name_anchors(self.anchors, [NamedAnchor(short, "kl", "base")] if short else [])
 
     @property
@@ -273,11 +271,6 @@ class Objective(ConfigSection):
         return False
 
     @property
-    def auto_clip_quantile(self) -> float | None:
-        """The share of ratios inside a calibrated clip range; None if the objective calibrates none."""
-        return None
-
-    @property
     def weighs_by_std(self) -> bool:
         """Whether each step's loss is weighed by the transition's std."""
         return False
@@ -305,17 +298,11 @@ class Objective(ConfigSection):
 
     @model_validator(mode="after")
     def _kl_fits(self) -> "Objective":
-        of_steps = sorted(kind for kind in self._kinds_of_kl if kind not in (None, "velocity"))
-        if of_steps and not self.stepwise:
+        if self.kl not in (None, "velocity") and not self.stepwise:
             raise FlowGRPOError(
-                f"objective.kl={of_steps[0]} needs trained steps, {self.name} has none: set objective.kl=velocity."
+                f"objective.kl={self.kl} needs trained steps, {self.name} has none: set objective.kl=velocity."
             )
         return self
-
-    @property
-    def _kinds_of_kl(self) -> set[str | None]:
-        """Those of the KL to the base model and of the anchors."""
-        return {self.kl, *(anchor.kl for anchor in self.anchors)}
 
 
 OBJECTIVES: dict[str, type[Objective]] = {}  # by name, in the order of this file
@@ -327,7 +314,7 @@ OBJECTIVES: dict[str, type[Objective]] = {}  # by name, in the order of this fil
 class Clip(Objective):
     clip_low: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 - clip_low. Log-probabilities are means over the latent, so the range is small. `auto` takes it from the
-    ratios seen at each step."""
+    ratios seen at each step: 0.9 of them are inside."""
     clip_high: PositiveFloat | Literal["auto"] = 1e-4
     """The ratio is clipped at 1 + clip_high; above clip_low it is DAPO's clip-higher."""
 
@@ -337,25 +324,15 @@ class Clip(Objective):
 
     @model_validator(mode="after")
     def _auto_is_calibrated(self) -> "Clip":
-        if self.has_auto_clip and self.auto_clip_quantile is None:
-            raise FlowGRPOError(
-                f"objective.clip_low=auto is calibrated at each trained step, for {', '.join(readers('clip_quantile'))}, not {self.name}."
-            )
+        if self.has_auto_clip and not self.stepwise:
+            names = ", ".join(name for name, section in OBJECTIVES.items() if section.stepwise and issubclass(section, Clip))
+            raise FlowGRPOError(f"objective.clip_low=auto is calibrated at each trained step, for {names}, not {self.name}.")
         return self
 
     def clip_range(self, observed: float = math.inf) -> tuple[float, float]:
         """clip_low and clip_high, with the observed range in place of `auto`."""
         low, high = (observed if value == "auto" else value for value in (self.clip_low, self.clip_high))
         return low, high
-
-
-class AutoClip(Clip):
-    clip_quantile: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """With clip_low or clip_high `auto`: the share of ratios inside the clip range."""
-
-    @property
-    def auto_clip_quantile(self) -> float | None:
-        return self.clip_quantile
 
 
 class StepWeight(Objective):
@@ -487,13 +464,13 @@ class Stepwise(Objective):
             raise FlowGRPOError(
                 f"objective.noise_level={self.noise_level}, but for {self.transition} it is at most {row.max_noise_level:g}."
             )
-        if "flow_grpo" in self._kinds_of_kl and not row.has_g:
+        if self.kl == "flow_grpo" and not row.has_g:
             with_g = " or ".join(name for name, one in stochastic_transitions().items() if one.has_g)
             raise FlowGRPOError(f"objective.kl=flow_grpo divides by the g of {with_g}; {self.transition} has none.")
         return self
 
 
-class Grpo(AutoClip, StepWeight, Stepwise):
+class Grpo(Clip, StepWeight, Stepwise):
     """PPO's clipped ratio on per-step log-probabilities, arXiv 2402.03300 and 2505.05470."""
 
     name: Literal["grpo"] = "grpo"
@@ -518,7 +495,7 @@ class Reinforce(StepWeight, Stepwise):
         return objectives.reinforce(step, advantage)
 
 
-class GrpoGuard(AutoClip, Stepwise):
+class GrpoGuard(Clip, Stepwise):
     """GRPO with a centred ratio of one scale at every step, arXiv 2510.22319."""
 
     name: Literal["grpo_guard"] = "grpo_guard"
@@ -546,21 +523,10 @@ class Dppo(StepWeight, Stepwise):
         return objectives.dppo(step, advantage, self.threshold)
 
 
-class CriticConfig(ConfigSection):
-    lr: PositiveFloat = 1e-3
-    """Learning rate of the critic's AdamW."""
-    width: PositiveInt = 128
-    """Channels of the critic."""
-    gae_lambda: Share = 0.95
-    """Generalised advantage estimation: 1 uses the reward only, 0 the critic's next value only."""
-
-
-class Ppo(AutoClip, StepWeight, Stepwise):
+class Ppo(Clip, StepWeight, Stepwise):
     """GRPO's clipped ratio with advantages of a critic, arXiv 1707.06347 and 1506.02438."""
 
     name: Literal["ppo"] = "ppo"
-    critic: CriticConfig = CriticConfig()
-    """The critic, which estimates advantages."""
     needs: ClassVar[Needs] = Needs(ratio=True, critic=True)
 
     def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":

@@ -11,7 +11,7 @@ from flow_grpo.config.sections import FROM_PYTHON
 # The settings that a resumed run may change, each with all settings below it; * is any name. No other may change.
 RESUMABLE = {
     "how long the run is": ("steps",),
-    "what is written, and when": ("output_dir", "save_every", "sample_every", "keep_checkpoints", "trackers"),
+    "what is written, and when": ("output_dir", "save_every", "keep_checkpoints", "trackers"),
     "what is measured besides the trained rewards, and when": (
         "evaluation.every",
         "evaluation.num_images",
@@ -35,7 +35,6 @@ RESUMABLE = {
         "rewards.*.remote",
         "rewards.*.isolate",
         "rewards.*.python",
-        "rewards.*.timeout",
         "rewards.*.on_error",
         "rewards.*.options.attempts",
         "rewards.*.options.batch_size",

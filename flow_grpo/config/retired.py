@@ -33,6 +33,7 @@ RESET = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
 WINDOW = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
 FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
 ATTRIBUTE = "set the attribute {} of the reward's class or function, or of judge options.{}"
+NO_GAIN = "remove it: no config of this package sets it, and no measurement speaks for another value"
 UNIFORM = "remove it: at the same number of images, scenes were learned as well without it (dev/LOG.md)"
 GRAPHS = "it was never measured on a GPU; set memory.compile=true, which was (docs/performance.md)"
 RETIRED = [
@@ -68,6 +69,22 @@ RETIRED = [
         for name in ("scope", "opponents")
     ),
     Retired("evaluation.sizes", [], "run flow-grpo eval with evaluation.height and evaluation.width"),
+    *(
+        Retired(f"objective.critic.{name}", default, NO_GAIN)
+        for name, default in (("lr", 1e-3), ("width", 128), ("gae_lambda", 0.95))
+    ),
+    Retired("objective.clip_quantile", 0.9, NO_GAIN),
+    Retired("objective.anchors.*.kl", None, "set objective.kl, which is of all anchors"),
+    Retired("sample_every", 0, "set evaluation.every and evaluation.prompts; each evaluation keeps images in RUN/pictures"),
+    *(
+        Retired(
+            f"{rewards}.*.timeout",
+            None,
+            "remove it: loading the reward, and each call, may take an hour; a reward that takes longer is for flow-grpo serve, as "
+            "a remote one with options.timeout",
+        )
+        for rewards in ("rewards", "evaluation.rewards")
+    ),
     Retired("memory.cuda_graphs", False, GRAPHS),
     Retired("memory.quantize", None, "choose nf4 or fp8_layerwise", values=("int8", "fp8", "int4")),
     Retired("memory.shard", None, FSDP, values=("zero1", "zero2", "zero3")),
@@ -83,6 +100,8 @@ def drop_retired(values: dict[str, Any]) -> dict[str, Any]:
     for retired in RETIRED:
         values = _dropped(values, retired.path.split("."), retired, ())
     values = {key: value for key, value in values.items() if key != "prompt_skipping"}  # without patience, it skips none
+    if isinstance(objective := values.get("objective"), dict):
+        values = {**values, "objective": {key: value for key, value in objective.items() if (key, value) != ("critic", {})}}
     if isinstance(stages := values.get("stages"), list):
         values = {**values, "stages": [drop_retired(stage) if isinstance(stage, dict) else stage for stage in stages]}
     return values

@@ -155,11 +155,10 @@ class RewardConfig(ConfigSection):
     """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
     rewards/serving/client.py. The servers' token comes from the environment variable REWARD_TOKEN."""
     isolate: bool = False
-    """Whether it runs in a separate process. If that process exits or crashes, the run stops with an error and a checkpoint."""
+    """Whether it runs in a separate process, which may take an hour to load it and for each call. If that process exits or crashes, the
+    run stops with an error and a checkpoint."""
     python: str | None = None
     """isolate: the interpreter of the environment it runs in; by default this one."""
-    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """isolate: seconds that loading it, and each call, may take; by default an hour. A remote reward has an option of that name."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RewardConfig":
@@ -167,10 +166,6 @@ class RewardConfig(ConfigSection):
             raise FlowGRPOError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
         if self.python is not None and not self.isolate:
             raise FlowGRPOError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
-        if self.timeout is not None and not self.isolate:
-            raise FlowGRPOError(
-                "timeout is for a reward in a process of its own: set isolate=true, or for a remote one options.timeout."
-            )
         return self
 
     @model_validator(mode="after")

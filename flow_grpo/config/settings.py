@@ -89,9 +89,6 @@ class RunSettings(ConfigSection):
     """Run folder. Default for a config file: runs/NAME, its file name. `{name}` in your own value is replaced by it."""
     save_every: PositiveInt = 25
     """Training steps between checkpoints."""
-    sample_every: Annotated[int, Field(ge=0)] = 0
-    """Training steps between grids of images in RUN/samples, of the first held-out (or training) prompts with fixed seeds; they are not
-    scored. 0 writes none."""
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept."""
     device: str | None = None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Reinforce, is_custom
+from flow_grpo.config.objective import Clip, Reinforce, is_custom
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy
@@ -42,7 +42,7 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
         experience,
         policy.encode(experience.batch.prompts),
         objective=objective,
-        clip=ClipRange(objective.auto_clip_quantile),
+        clip=ClipRange(),
     )
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(microbatch)]
     return {
@@ -104,7 +104,7 @@ def check_update(
 
 def _check_drift(stage: FlowGRPOConfig, trajectory: Trajectory, drift: dict[int, Tensor]) -> list[CheckResult]:
     clip, results = None, []
-    if drift and stage.objective.auto_clip_quantile is not None:
+    if drift and isinstance(stage.objective, Clip):
         low, high = stage.objective.clip_low, stage.objective.clip_high
         if low == "auto" or high == "auto":
             results.append(CheckResult("clip range", "auto", OK, "calibrated at each step"))

@@ -13,9 +13,8 @@ from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.generate import check_evaluation_size, evaluate, generate_images, image_seed
+from flow_grpo.evaluation.generate import check_evaluation_size, evaluate, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
-from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scopes import is_video
@@ -25,7 +24,6 @@ from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.types import Evaluation, Experience
 
-NUM_SAMPLES = 8  # prompts in a grid of RUN/samples
 NUM_PREVIEWS = 16  # held-out prompts in the before and after grids
 
 
@@ -113,20 +111,6 @@ class Evaluator:
             for warning in warnings:
                 tracker.warn(step, warning)
 
-    def save_sample_grid(self, step: int, prompts: PromptSet, microbatch: int) -> None:
-        """Write a grid of the first prompts with fixed seeds. Every process must call it."""
-        save_sample_grid(
-            self.policy,
-            step,
-            prompts.prompts,
-            model=self.policy.with_guidance(self.settings.guidance),
-            folder=self.folder,
-            name=self.model,
-            steps=self.settings.steps,
-            microbatch=microbatch,
-            processes=self.processes,
-        )
-
     def record_groups(self, step: int, experience: Experience) -> None:
         """Keep some groups of the first training step and of those that are evaluated."""
         if self.recorder and (step == 1 or self.is_due(step)):
@@ -204,39 +188,6 @@ class EvaluationRecorder:
             first = prompts[:NUM_PREVIEWS]
             save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.model)
         return {size: hacking.read_history(kept, size) for size in ("",)}
-
-
-def save_sample_grid(
-    policy: Policy,
-    step: int,
-    prompts: list[str],
-    *,
-    model: FlowPipeline,
-    folder: Path,
-    name: str,
-    steps: int,
-    microbatch: int,
-    processes: Processes,
-) -> None:
-    """Write a grid of the first prompts with fixed seeds. Every process must call it: each may hold a shard of the weights.
-
-    Args:
-        model: the policy as it is called in evaluations.
-        name: of the model, for the grid's cells.
-    """
-    prompts = prompts[:NUM_SAMPLES]
-    with policy.ema.applied():
-        images = generate_images(
-            model,
-            prompts,
-            seeds=list(range(len(prompts))),
-            steps=steps,
-            microbatch=microbatch,
-            should_stop=processes.should_stop_alone,
-        )
-    if processes.is_main:
-        infos = [ImageInfo(prompt, seed, f"{name}, step {step}") for seed, prompt in enumerate(prompts)]
-        save_grid(folder / layout.SAMPLES / layout.sample_grid(step), images, infos, columns=4)
 
 
 def save_before_after(

@@ -15,7 +15,6 @@
         prompt_0003.webp              the image of held-out prompt 3
         groups.json                   some groups of the training step, with rewards and advantages
         group_1_02.webp               image 2 of group 1
-      samples/step_000100.png         a grid of the first prompts, every `sample_every` steps
       before.png, after.png           grids of the first held-out prompts before and after training
       before_after.png                the two of them as pairs
       reward.png                      the curves
@@ -35,7 +34,7 @@ MACHINE, INPUTS, TRACKERS = "machine.json", "inputs.json", "trackers.json"
 CHECKPOINTS, STATE, MANIFEST = "checkpoints", "state.pt", "checkpoint.json"
 LORA, TRANSFORMER, BEST = "lora", "transformer", "best"
 PICTURES, EVALUATION, GROUPS = "pictures", "evaluation.json", "groups.json"
-SAMPLES, BEFORE, AFTER, BEFORE_AFTER = "samples", "before.png", "after.png", "before_after.png"
+BEFORE, AFTER, BEFORE_AFTER = "before.png", "after.png", "before_after.png"
 CURVES, REPORT = "reward.png", "report.html"
 PROFILE, TRACE, PROFILE_PAGE, MEMORY_TIMELINE = "profile", "trace.json.gz", "summary.md", "memory.png"
 LOCK, OWNER = ".lock", ".owner.json"
@@ -86,11 +85,6 @@ def group_image(group: int, image: int) -> str:
 def source_image(digest: str) -> str:
     """In RUN/pictures, the first image of a prompt, by the digest of its content."""
     return f"sources/{digest}.webp"
-
-
-def sample_grid(step: int) -> str:
-    """The grid of images in RUN/samples of that step."""
-    return f"{_STEP}{step:06d}.png"
 
 
 def is_run(folder: Path) -> bool:

@@ -38,7 +38,7 @@ class Anchors:
 
     def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: Objective) -> None:
         self.policy, self.experience, self.conditioning = policy, experience, conditioning
-        self.anchors, self.references = objective.named_anchors, objective.references
+        self.kl, self.anchors, self.references = objective.kl, objective.named_anchors, objective.references
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
         self._guided_conditioning: dict[float, Conditioning] = {}
         sets = [row.get(SET) for row in experience.batch.metadata]
@@ -63,7 +63,7 @@ class Anchors:
             references: of `evaluate`.
         """
         for anchor in self.anchors:
-            distance = kl(anchor.config.kl, current, references[anchor.reference])
+            distance = kl(self.kl, current, references[anchor.reference])
             if anchor.config.prompts is not None:
                 distance = distance * take_rows(self._of_set[anchor.config.prompts], rows, distance.device)
             value = loss.value + anchor.config.weight * distance

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from flow_grpo.advantages import CLAMP
-from flow_grpo.config.objective import CriticConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
@@ -35,15 +34,30 @@ class Critic(nn.Module):
     """The expected reward of a state, of its sigma (n,), and of the prompt's mean embedding.
 
     States are latents (n, C, H, W), those of videos (n, C, F, H, W), or packed ones (n, L, C).
+
+    Args:
+        state_shape: of one state.
+        text_channels: of the prompt's mean embedding.
+        lr: learning rate of its AdamW.
+        width: channels of its layers.
+        gae_lambda: of generalised advantage estimation: 1 uses the reward only, 0 the next value only.
     """
 
-    def __init__(self, state_shape: torch.Size, text_channels: int, settings: CriticConfig, seed: int) -> None:
+    def __init__(
+        self,
+        state_shape: torch.Size,
+        text_channels: int,
+        seed: int,
+        *,
+        lr: float = 1e-3,
+        width: int = 128,
+        gae_lambda: float = 0.95,
+    ) -> None:
         super().__init__()
-        self.settings = settings
+        self.gae_lambda = gae_lambda
         is_packed = len(state_shape) == 2
         tokens = state_shape[0] if is_packed else math.prod(state_shape[1:])
         channels = state_shape[1] if is_packed else state_shape[0]
-        width = settings.width
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embed = nn.Linear(channels, width)
@@ -51,7 +65,7 @@ class Critic(nn.Module):
             self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
             self.condition = nn.Linear(text_channels + 2, width)
             self.value = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=settings.lr)
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=lr)
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """Values (n,)."""
@@ -71,7 +85,7 @@ class Critic(nn.Module):
     def advantages(self, trajectory: Trajectory, reward: Tensor, text: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then train the critic on this rollout."""
         values = self.values(trajectory, text)
-        advantage = gae(values, reward, self.settings.gae_lambda)
+        advantage = gae(values, reward, self.gae_lambda)
         target = advantage + values
         losses = [self._learn(trajectory, text, target) for _ in range(NUM_EPOCHS)]
         unexplained = (target - values).var() / target.var().clamp_min(1e-12)

@@ -215,7 +215,7 @@ class ClipRange:
 
     DECAY = 0.9
 
-    def __init__(self, quantile: float | None) -> None:
+    def __init__(self, quantile: float = 0.9) -> None:
         self.quantile = quantile
         self.state: dict[int, float] = {}
         self._seen: dict[int, list[Tensor]] = {}
@@ -239,10 +239,9 @@ class ClipRange:
             deviation = torch.cat(parts)
             deviation = deviation[deviation.isfinite()]  # fp16 may overflow
             if deviation.any():
-                assert self.quantile is not None
-                deviation_quantile = deviation.quantile(self.quantile).item()
-                previous = self.state.get(step, deviation_quantile)
-                self.state[step] = self.DECAY * previous + (1 - self.DECAY) * deviation_quantile
+                quantile = deviation.quantile(self.quantile).item()
+                previous = self.state.get(step, quantile)
+                self.state[step] = self.DECAY * previous + (1 - self.DECAY) * quantile
         self.reset()
 
     def reset(self) -> None:

@@ -177,7 +177,7 @@ class Stage:
     def _critic(self) -> Critic:
         _, latent_shape = self.policy.schedule(self.args.sampling.steps)
         text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
-        return Critic(latent_shape, text_width, self.args.objective.critic, self.args.seed)
+        return Critic(latent_shape, text_width, self.args.seed)
 
 
 def local_microbatch(args: FlowGRPOConfig, processes: Processes, microbatch: int) -> int:

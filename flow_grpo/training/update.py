@@ -152,7 +152,7 @@ class PolicyUpdate:
         self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
         self.optimizer = Optimizer(policy, args.optimizer, processes)
         self.anchors = AnchorCopies(policy, args.objective, stage_start)
-        self.clip = ClipRange(args.objective.auto_clip_quantile)
+        self.clip = ClipRange()
         self.mid_step = False
         self.microbatch, self.seconds = args.microbatch, 0.0
 

@@ -166,8 +166,8 @@ def test_overrides_reach_into_sections():
         ("+steps=2", "there is no setting +steps. Did you mean steps?"),
         ("optimizer.+lr=2", "there is no setting optimizer.+lr. Did you mean lr?"),
         ("steps=2 lora.rank 3", "'lora.rank' is not of the form key.sub=value: write lora.rank=3."),
-        ("optimizer.learning_rate=1", "there is no setting optimizer.learning_rate. Did you mean optimizer.lr or "),
-        ("learning_rate=1", "there is no setting learning_rate. Did you mean optimizer.lr or "),
+        ("optimizer.learning_rate=1", "there is no setting optimizer.learning_rate. Did you mean optimizer.lr?"),
+        ("learning_rate=1", "there is no setting learning_rate. Did you mean optimizer.lr?"),
         ("optimizer.momentum=1", "there is no setting optimizer.momentum. optimizer has name, lr, "),
         ("evaluation.rewards=ocr", "evaluation.rewards is 'ocr', but it should have weights: write {ocr: 1.0}."),
         (

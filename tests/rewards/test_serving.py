@@ -803,7 +803,6 @@ def test_where_a_reward_runs_is_one_place():
     for setting, words in (
         ("{remote: 'http://x', isolate: true}", "set one of `remote` and `isolate`"),
         ("{python: /usr/bin/python3}", "set isolate=true as well"),
-        ("{timeout: 5}", "set isolate=true"),
     ):
         with pytest.raises(ValueError, match=words):
             FlowGRPOConfig.from_yaml("tiny_ocr", [f"rewards={{ocr: {setting}}}"])

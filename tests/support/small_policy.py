@@ -179,6 +179,6 @@ def forward_process_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, step: int
 ) -> ForwardProcessLoss:
     """The loss on final latents that a run with these settings has."""
-    loss = loss_of_batch(policy, args, experience, conditioning, step=step, clip=ClipRange(None), microbatch=args.microbatch)
+    loss = loss_of_batch(policy, args, experience, conditioning, step=step, clip=ClipRange(), microbatch=args.microbatch)
     assert isinstance(loss, ForwardProcessLoss)
     return loss

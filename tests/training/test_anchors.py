@@ -87,7 +87,7 @@ def gradient(policy, value):
 )
 def test_one_anchor_to_the_base_model_is_kl_weight_to_the_last_bit(steps, kl):
     *_, short = collected(steps, kl=kl, kl_weight=0.5)
-    *_, anchored = collected(steps, anchors=[{**BASE, "kl": kl}])
+    *_, anchored = collected(steps, anchors=[BASE], kl=kl)
     for one, other in zip(short.losses(ROWS, REAL), anchored.losses(ROWS, REAL), strict=True):
         assert torch.equal(one.value, other.value)
         assert torch.equal(one.metrics["kl"], other.metrics["kl/base"])
@@ -96,8 +96,7 @@ def test_one_anchor_to_the_base_model_is_kl_weight_to_the_last_bit(steps, kl):
 
 @pytest.mark.parametrize("steps", [True, False])
 def test_several_anchors_add_up_and_each_reports_its_own(steps):
-    anchors = [{**one, "kl": "velocity"} for one in (BASE, EMA, GUIDED)]
-    policy, _, experience, terms = collected(steps, anchors=anchors, kl_weight=0.1, kl="velocity")
+    policy, _, experience, terms = collected(steps, anchors=[BASE, EMA, GUIDED], kl_weight=0.1, kl="velocity")
     *_, plain = collected(steps)
     for k, (loss, without) in enumerate(zip(terms.losses(ROWS, REAL), plain.losses(ROWS, REAL), strict=True)):
         seen = velocities(policy, experience, terms, k, steps)
@@ -113,7 +112,7 @@ def test_several_anchors_add_up_and_each_reports_its_own(steps):
 
 
 def test_the_kl_to_a_copy_is_of_the_transitions_on_steps():
-    policy, _, experience, terms = collected(anchors=[{**EMA, "kl": "gaussian"}])
+    policy, _, experience, terms = collected(anchors=[EMA], kl="gaussian")
     for k, loss in enumerate(terms.losses(ROWS, REAL)):
         seen = velocities(policy, experience, terms, k, True)
         sigma, after = (s.double() for s in experience.trajectory.schedule.sigmas[k : k + 2])
@@ -278,11 +277,11 @@ REFUSED = {
     "no such reference": ({"anchors": [{"to": "bas", "weight": 1}]}, {}, "objective.anchors.to is 'bas'"),
     "no such setting": ({"anchors": [{**BASE, "wait": 1}]}, {}, "there is no setting objective.anchors.wait"),
     "a KL of steps": (
-        {"name": "awm", "anchors": [{**BASE, "kl": "k3"}]},
+        {"name": "awm", "kl": "k3", "anchors": [BASE]},
         {},
         "objective.kl=k3 needs trained",
     ),
-    "no g": ({"anchors": [{**BASE, "kl": "flow_grpo"}]}, {}, "flow_grpo divides by the g"),
+    "no g": ({"kl": "flow_grpo", "anchors": [BASE]}, {}, "flow_grpo divides by the g"),
     "a copy of all weights": ({"anchors": [EMA]}, {"lora": None}, "ema is a second LoRA, and lora=null has none"),
 }
 

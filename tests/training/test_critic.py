@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flow_grpo.config.objective import CriticConfig
 from flow_grpo.training.critic import Critic, gae
 from flow_grpo.types import Schedule, StochasticSteps, Trajectory
 
-SETTINGS = CriticConfig(width=8, lr=0.01, gae_lambda=0.7)
+SETTINGS = {"width": 8, "lr": 0.01, "gae_lambda": 0.7}
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
 
 
@@ -28,7 +27,7 @@ def trajectory(rows=5, shape=(2, 2, 3), steps=(0, 2)):
 
 
 def made(shape=(2, 2, 3), seed=0):
-    return Critic(torch.Size(shape), 3, SETTINGS, seed)
+    return Critic(torch.Size(shape), 3, seed, **SETTINGS)
 
 
 def given(rows=5):
@@ -135,7 +134,7 @@ def test_a_critic_that_says_the_same_reward_of_all_explains_nothing_and_divides_
 
 def test_a_variance_of_nothing_is_not_divided_by():
     """At lambda 1 the target is the reward, here the same for all."""
-    critic = Critic(torch.Size([2, 2, 3]), 3, SETTINGS.model_copy(update={"gae_lambda": 1.0}), 0)
+    critic = Critic(torch.Size([2, 2, 3]), 3, 0, **{**SETTINGS, "gae_lambda": 1.0})
     values = critic.values(trajectory(), given()[1])
     _, metrics = critic.advantages(trajectory(), torch.ones(5), given()[1])
     assert metrics["critic/explained_variance"] == pytest.approx(1 - float(values.var()) / 1e-12, rel=1e-3)

@@ -12,7 +12,6 @@ from support import small_policy as small
 from support.run_contents import MEASURED
 
 from flow_grpo import advantages, sampling
-from flow_grpo.config.objective import CriticConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread
@@ -368,7 +367,7 @@ def test_a_group_with_a_reward_that_is_no_number_is_left_out_of_all_but_the_coun
 
 def test_a_step_of_which_nothing_is_left_says_so():
     script = dict.fromkeys(SCRIPT, [math.nan] * 3)
-    for critic in (None, Critic(torch.Size(small.SHAPE), 64, CriticConfig(), 0)):
+    for critic in (None, Critic(torch.Size(small.SHAPE), 64, 0)):
         experience = source(prompts=FOUR, script=script, critic=critic).collect(0)
         numbers = {k: v for k, v in experience.metrics.items() if not k.startswith(MEASURED)}
         assert numbers == {"frac_reward_dropped": 1.0, "images": 12.0}
@@ -382,7 +381,7 @@ def test_a_step_of_which_nothing_is_left_says_so():
 
 def test_the_critic_sees_states_rewards_and_prompts_of_the_rows_that_count():
     prompts = some("cat", "dog", "sun", "boat")
-    critic, policy = Critic(torch.Size(small.SHAPE), 64, CriticConfig(width=8), 0), small.policy()
+    critic, policy = Critic(torch.Size(small.SHAPE), 64, 0, width=8), small.policy()
     rolls = source(policy, prompts=prompts, critic=critic, objective={"name": "ppo"})
     same = copy.deepcopy(critic)
     same.optimizer = torch.optim.AdamW(same.parameters(), lr=1e-3)
