@@ -17,6 +17,7 @@ On the final latents, noised afresh, for a noise level sigma and noise eps share
 By the gradient of differentiable rewards at the end of a rollout:
     reward_gradient  the linear loss of refl, draft and flowbp, arXiv 2606.11075
     mend             the distance to images that were moved along the gradient, arXiv 2610.05954
+    opsd             nft towards such an image and away from one that was moved against it, arXiv 2608.24646
 """
 
 import torch
@@ -152,15 +153,19 @@ def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
     v, v_old = at_least_float32(image.v), at_least_float32(image.v_old)
 
     def distance(velocity: Tensor) -> Float[Tensor, " n"]:
-        error = (image.x - image.column * velocity) - image.x0
-        weight = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
-        return error.square().flatten(1).mean(1) / weight
+        return _self_weighted((image.x - image.column * velocity) - image.x0)
 
     positive = distance(beta * v + (1 - beta) * v_old)
     negative = distance((1 + beta) * v_old - beta * v)
     r = 0.5 + 0.5 * (advantage / advantage_max).clamp(-1, 1)
     value = advantage_max / beta * (r * positive + (1 - r) * negative)
     return Loss(value, {"nft/positive": positive.detach(), "nft/negative": negative.detach()})
+
+
+def _self_weighted(error: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
+    """mean(e^2) / w of each row, w = stop_grad mean|e|, at least 1e-5."""
+    weight = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+    return error.square().flatten(1).mean(1) / weight
 
 
 def crd(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advantage_max: float) -> Loss:
@@ -274,6 +279,23 @@ def mend(state: GradientState, weight: Float[Tensor, " n"]) -> Loss:
     """
     assert state.target is not None
     return Loss(weight * (state.factor * (state.v - state.target)).square().flatten(1).mean(1))
+
+
+def opsd(state: GradientState, advantage: Float[Tensor, " n"], advantage_max: float = 5.0) -> Loss:
+    """DiffusionOPSD, arXiv 2608.24646: `nft` at a late state z, with images y+ and y- moved along and against the gradient as targets.
+
+    r = 1/2 + 1/2 clip(A / 5, -1, 1),  v+ = v,  v- = 2 v_old - v
+    5 [r |z - sigma v+ - y+|^2 / w+ + (1 - r) |z - sigma v- - y-|^2 / w-],  w = stop_grad mean|z - sigma v - y|
+    """
+    assert state.target is not None
+    assert state.away is not None
+    assert state.v_old is not None
+    v, v_old = at_least_float32(state.v), at_least_float32(state.v_old)
+    positive = _self_weighted(state.factor * (v - state.target))
+    negative = _self_weighted(state.factor * (2 * v_old - v - state.away))
+    r = 0.5 + 0.5 * (advantage / advantage_max).clamp(-1, 1)
+    value = advantage_max * (r * positive + (1 - r) * negative)
+    return Loss(value, {"opsd/positive": positive.detach(), "opsd/negative": negative.detach()})
 
 
 def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:

@@ -9,7 +9,7 @@ advantage    --objective-->         Loss
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -131,26 +131,29 @@ class RecordedTransition:
 
 @dataclass(frozen=True)
 class ImageMoves:
-    """Which of B images were moved along the gradient of their reward, and the velocities that lead to them, of `mend`."""
+    """Which of B images were moved by the gradient of their reward, and the velocities that lead to them, of `mend` and `opsd`."""
 
     target: Float[Tensor, "B *latent"]  # of an image that stays, the velocity of the rollout
     tried: Bool[Tensor, " B"]  # on the CPU, as is `moved`
     moved: Bool[Tensor, " B"]
+    away: Float[Tensor, "B *latent"] | None = None  # of opsd, to the image that was moved against the gradient
+    v_old: Float[Tensor, "B *latent"] | None = None  # of opsd, the velocity of the rollout
 
     def take(self, rows: Int[Tensor, " n"]) -> "ImageMoves":
         """The moves of some images."""
-        return ImageMoves(self.target[rows], self.tried[rows], self.moved[rows])
+        return ImageMoves(**{name: values[rows] for name, values in self._given.items()})
+
+    @property
+    def _given(self) -> dict[str, Tensor]:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
     @staticmethod
     def join(parts: "Sequence[ImageMoves]") -> "ImageMoves | None":
         """The moves of several batches as one; None of none."""
         if not parts:
             return None
-        return ImageMoves(
-            target=torch.cat([part.target for part in parts]),
-            tried=torch.cat([part.tried for part in parts]),
-            moved=torch.cat([part.moved for part in parts]),
-        )
+        return ImageMoves(**{name: torch.cat([part._given[name] for part in parts]) for name in parts[0]._given})
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,8 @@ class GradientState:
     )  # the weighted sum over the rewards, each of rms 1; None where images were moved
     factor: float  # derivative of the endpoint by the velocity
     target: Float[Tensor, "n *latent"] | None = None  # velocity that leads to the moved image
+    away: Float[Tensor, "n *latent"] | None = None  # of opsd, velocity that leads to the image moved against the gradient
+    v_old: Float[Tensor, "n *latent"] | None = None  # of opsd, velocity of the slowly moving copy
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def rows(stepwise: bool, old: bool = True, reference: bool = True, name: str = "
         mean = draw(4, 3).requires_grad_()
         return TrainedStep(log_prob, 0.1 * draw(4), mean, draw(4, 3), torch.full((4, 1), 0.3), torch.tensor(-0.1))
     if name in OBJECTIVES and OBJECTIVES[name].needs.reward_gradient:
-        return GradientState(draw(4, 3).requires_grad_(), draw(4, 3), -0.2, draw(4, 3))
+        return GradientState(draw(4, 3).requires_grad_(), draw(4, 3), -0.2, draw(4, 3), draw(4, 3), draw(4, 3))
     sigma, v = torch.rand(4, generator=generator), draw(4, 3).requires_grad_()
     x0, eps, v_rollout, v_old, v_ref = (draw(4, 3) for _ in range(5))
     return NoisedImage(x0, eps, sigma, v, v_rollout, v_old if old else None, v_ref if reference else None)
@@ -60,7 +60,9 @@ def test_rows_without_an_advantage_have_no_gradient_where_the_table_says_so(name
     loss = value(name, given, torch.zeros(4))
     grads = torch.autograd.grad(loss.sum(), given.log_prob if kind.stepwise else given.v, allow_unused=True)[0]
     silent = not loss.any() and (grads is None or not grads.any())
-    gives_its_own = kind.needs.critic or kind.needs.moves or kind.needs.anchors  # advantages, weights of moves, teachers
+    gives_its_own = (
+        kind.needs.critic or kind.needs.moves == "if_better" or kind.needs.anchors
+    )  # advantages, weights of moves, teachers
     assert silent == (kind.needs.zero_at_zero_advantage or gives_its_own)
 
 

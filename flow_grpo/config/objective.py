@@ -165,7 +165,8 @@ class Needs:
         group_mean: it needs the mean over a group's images of its `group_statistic`.
         reward_gradient: it trains by gradients of rewards, and not by advantages.
         anchors: it trains towards its anchors alone.
-        moves: it trains on images that are moved along the reward's gradient, and not by the gradient itself.
+        moves: it trains on images that are moved by the reward's gradient, and not by the gradient itself: along it if that is better,
+            or both along and against it, weighed by advantages.
     """
 
     ratio: bool = False
@@ -179,12 +180,13 @@ class Needs:
     group_mean: bool = False
     reward_gradient: bool = False
     anchors: bool = False
-    moves: bool = False
+    moves: Literal["if_better", "both_ways"] | None = None
 
     @property
     def takes_advantage(self) -> bool:
         """Whether it trains on advantages that are made of a group's rewards."""
-        return self.rows == "all" and not (self.critic or self.reward_gradient or self.anchors)
+        weighs = not (self.critic or self.reward_gradient or self.anchors) or self.moves == "both_ways"
+        return self.rows == "all" and weighs
 
     @property
     def rows_per_pair(self) -> int:
@@ -200,8 +202,8 @@ class Objective(ConfigSection):
 
     name: str
     """The objective: grpo, reinforce, grpo_guard, dppo or ppo on per-step log-probabilities; awm, pepg, nft, crd, dgpo, sft, dpo or distill
-    on final latents noised afresh; refl, draft, flowbp or mend by the gradient of rewards. Your own: my_module:my_fn or file.py:my_fn, on
-    sampling steps or, with family: forward_process, on noised latents."""
+    on final latents noised afresh; refl, draft, flowbp, mend or opsd by the gradient of rewards. Your own: my_module:my_fn or
+    file.py:my_fn, on sampling steps or, with family: forward_process, on noised latents."""
     advantage: str = "grpo"
     """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
     (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn. Their formulas are in flow_grpo/advantages.py."""
@@ -826,26 +828,16 @@ class FlowBp(RewardGradient):
         return [TrainedState(i, correction * derivatives[i]) for i in steps]
 
 
-class Mend(RewardGradient):
-    """MEND: images are moved along the reward's gradient where that raises it, and the policy learns to predict them, arXiv 2610.05954.
-
-    The images are those of a slow copy of the policy. One is moved if its reward is below `REWARD_QUANTILE` of its group's, or below a
-    ceiling that follows the median of all images. Of `MOVES`, in the rms of the latents, it takes the one that gains most reward, capped
-    there, less the squared length over twice tau, or none. Tau adapts so that 30 to 60 % of the tried images move. All numbers are
-    published.
-    """
+class MovedImages(RewardGradient):
+    """An objective on images of a slow copy of the policy that are moved by the reward's gradient; it predicts them from a late state."""
 
     SIGMA: ClassVar[float] = 0.28  # the trained state is the one before the step that is nearest to it
-    MOVES: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4)
-    KEPT_WEIGHT: ClassVar[float] = 10.0
-    REWARD_QUANTILE: ClassVar[float] = 0.75
+    MOVES_PREDICTION: ClassVar[bool] = False  # whether what is moved is the image predicted there, not the final one
 
-    name: Literal["mend"] = "mend"
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL to the base model, the squared distance of the velocities at the trained states. Published: none."""
     smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """As for `flowbp`. Published: none."""
-    needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves=True)
 
     @property
     def policy_copies(self) -> dict[str, float | DecayRamp]:
@@ -860,12 +852,49 @@ class Mend(RewardGradient):
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
         step = min(range(len(derivatives)), key=lambda i: abs(sigmas[i] - self.SIGMA))
-        return [TrainedState(step, -sigmas[step])]
+        return [TrainedState(step, -sigmas[step], predicted=self.MOVES_PREDICTION)]
+
+
+class Mend(MovedImages):
+    """MEND: images are moved along the reward's gradient where that raises it, and the policy learns to predict them, arXiv 2610.05954.
+
+    An image is moved if its reward is below `REWARD_QUANTILE` of its group's, or below a ceiling that follows the median of all images.
+    Of `MOVES`, in the rms of the latents, it takes the one that gains most reward, capped there, less the squared length over twice tau,
+    or none. Tau adapts so that 30 to 60 % of the tried images move. All numbers are published.
+    """
+
+    MOVES: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4)
+    KEPT_WEIGHT: ClassVar[float] = 10.0
+    REWARD_QUANTILE: ClassVar[float] = 0.75
+
+    name: Literal["mend"] = "mend"
+    needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="if_better")
 
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives
 
         return objectives.mend(state, advantage)
+
+
+class Opsd(MovedImages):
+    """DiffusionOPSD: nft whose targets are an image moved up and down the reward's gradient, arXiv 2608.24646.
+
+    What is moved is the image that the copy predicts at the trained state: by `BUDGET` of its norm, in `MOVES` equal steps, each along
+    the gradient where it is. Advantages weigh the two targets. The copy's decay and the implicit policies' beta of 1 are those of nft:
+    an assumption of ours.
+    """
+
+    MOVES_PREDICTION: ClassVar[bool] = True
+    BUDGET: ClassVar[float] = 0.1
+    MOVES: ClassVar[int] = 2
+
+    name: Literal["opsd"] = "opsd"
+    needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="both_ways")
+
+    def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
+        from flow_grpo import objectives
+
+        return objectives.opsd(state, advantage)
 
 
 # -- a user's own -----------------------------------------------------------------------------------------------------

@@ -356,12 +356,14 @@ class RewardGradientLoss:
             zip(self.states.steps, self.states.factor, self.states.endpoint, strict=True)
         ):
             gradient = None if self.gradient is None else self._on_device(self.gradient[:, endpoint], rows)
-            target = None if self.states.moves is None else self._on_device(self.states.moves.target, rows)
+            moves = self.states.moves
+            of_moves = {} if moves is None else {"target": moves.target, "away": moves.away, "v_old": moves.v_old}
+            targets = {name: self._on_device(values, rows) for name, values in of_moves.items() if values is not None}
             x = self._on_device(self.states.x[:, k], rows)
             velocity = functools.partial(self._velocity, x, i, rows)
             current = velocity(self.policy, self.conditioning)
             loss = self.objective.loss(
-                GradientState(current.v, gradient, factor, target), self._on_device(self.advantage, rows)
+                GradientState(current.v, gradient, factor, **targets), self._on_device(self.advantage, rows)
             )
             yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity), rows)
 

@@ -1,6 +1,7 @@
-"""Gradients of rewards at the end of a rollout: where they are taken, how they are weighed, and by which images are moved (`mend`)."""
+"""Gradients of rewards at the end of a rollout: where they are taken, how they are weighed, and which images are moved by them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from flow_grpo.rewards.scoring import COLUMN
 from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory
 
-Score = Callable[[Tensor, Tensor], Tensor]  # latents (n, ...) of some rows (n,) of a batch -> their rewards (n,)
 DECAY = 0.9  # of the running mean square of a reward's gradient
 
 
@@ -117,6 +117,34 @@ class EndpointGradients:
         with self.policy.meter.phase("reward"):
             return self.policy.decode_vjp(latents, image_gradient, slice_size), fall, torch.cat(decoded)
 
+    def weighted(self, latents: Tensor, batch: PromptBatch, microbatch: int) -> Tensor:
+        """The gradient (B, ...) of the weighted sum of the rewards at latents of a batch."""
+        weights, column = weights_of_rows(self.rewards, batch), (-1, *[1] * (latents.ndim - 1))
+        gradients = {name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}
+        return torch.stack([weights[name].view(column).to(gradient) * gradient for name, gradient in gradients.items()]).sum(
+            0
+        )
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The end of a batch's rollout: its images and their rewards, and those of other latents.
+
+    Attributes:
+        final: latents (B, ...) of the images.
+        v: velocities (B, ...) of the rollout at the trained state.
+        reward: of the images, (B,) on the CPU.
+        rewards_of: latents (n, ...) of some rows (n,) of the batch -> their rewards (n,).
+        gradient_at: latents (B, ...) -> the gradient of their weighted rewards.
+    """
+
+    batch: PromptBatch
+    final: Tensor
+    v: Tensor
+    reward: Tensor
+    rewards_of: Callable[[Tensor, Tensor], Tensor]
+    gradient_at: Callable[[Tensor], Tensor]
+
 
 def weights_of_rows(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tensor]:
     """The weight (B,) of each trained reward for each image, 0 where the prompt's set does not name it."""
@@ -182,17 +210,9 @@ class Mending:
         self.ceiling: float | None = None
         self.tau = 0.1
 
-    def moves(
-        self, states: GradientStates, v: Tensor, final: Tensor, batch: PromptBatch, *, reward: Tensor, rewards_of: Score
-    ) -> ImageMoves:
-        """What the velocities at the trained state are to become.
-
-        Args:
-            v: velocities (B, ...) of the rollout at the trained state.
-            final: latents (B, ...) of the images.
-            reward: of the images, (B,) on the CPU.
-            rewards_of: latents (n, ...) of some rows (n,) of the batch -> their rewards (n,).
-        """
+    def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:
+        """What the velocities at the trained state are to become."""
+        batch, reward = end.batch, end.reward
         groups = [reward[batch.group == group] for group in batch.group]
         cap = torch.stack([of_group.quantile(self.objective.REWARD_QUANTILE) for of_group in groups])
         unit = torch.stack([of_group.std(correction=0) for of_group in groups]).clamp_min(1e-6)
@@ -204,12 +224,12 @@ class Mending:
         rows = tried.nonzero()[:, 0]
         best, length = torch.zeros_like(reward), torch.zeros_like(reward)
         for move in self.objective.MOVES if len(rows) else ():
-            moved = rewards_of(final[rows] + move * direction[rows], rows)
+            moved = end.rewards_of(end.final[rows] + move * direction[rows], rows)
             gain = (torch.minimum(moved, cap[rows]) - reward[rows]) / unit[rows] - move**2 / (2 * self.tau)
             better = gain > best[rows]  # NaN is none
             best[rows[better]], length[rows[better]] = gain[better], move
-        shift = length.view(-1, *[1] * (v.ndim - 1)).to(v) * direction.to(v)
-        return ImageMoves(v + shift / states.factor[0], tried, length > 0)
+        shift = length.view(-1, *[1] * (end.v.ndim - 1)).to(end.v) * direction.to(end.v)
+        return ImageMoves(end.v + shift / states.factor[0], tried, length > 0)
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """The comparison of a step's images, whose advantages are the weights of moved and kept ones; adapts ceiling and tau."""
@@ -244,3 +264,37 @@ class Mending:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.ceiling, self.tau = state["ceiling"], state["tau"]
+
+
+class BothWays:
+    """Moves the images that a state predicts along and against the gradient of their rewards, as `opsd` does.
+
+    The paper projects the moved image to the ball of the budget's radius; steps whose lengths add up to the budget never leave it.
+    """
+
+    def __init__(self, objective: Objective, groups: GroupAdvantages) -> None:
+        self.objective, self.groups = objective, groups
+
+    def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:
+        """The velocities that lead to the moved images; an image whose gradient is 0 stays."""
+        sigma, z = -states.factor[0], states.x[:, 0]
+        image = predicted_image(z, end.v, sigma).float()
+        first = states.weighted(weights_of_rows(self.groups.rewards, end.batch))[:, 0].float()
+        step = self.objective.BUDGET / self.objective.MOVES * _norm(image)
+        targets = []
+        for sign in (1, -1):
+            moved = image + sign * step * _unit(first)
+            for _ in range(self.objective.MOVES - 1):
+                moved = moved + sign * step * _unit(end.gradient_at(moved.to(z)))
+            targets.append(((z - moved) / sigma).to(z))
+        moves = first.flatten(1).any(1).cpu()
+        return ImageMoves(targets[0], moves, moves, away=targets[1], v_old=end.v)
+
+
+def _norm(latents: Tensor) -> Tensor:
+    """The norm of each of latents (B, ...), broadcastable to them."""
+    return latents.flatten(1).norm(dim=1).view(-1, *[1] * (latents.ndim - 1))
+
+
+def _unit(gradient: Tensor) -> Tensor:
+    return gradient.float() / _norm(gradient.float()).clamp_min(1e-12)

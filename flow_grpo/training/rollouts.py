@@ -21,7 +21,7 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, wait_for
-from flow_grpo.training.reward_gradients import EndpointGradients, Mending
+from flow_grpo.training.reward_gradients import BothWays, Endpoint, EndpointGradients, Mending
 from flow_grpo.types import GradientStates, PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
 
@@ -34,7 +34,7 @@ class ImageSampler:
 
     Attributes:
         microbatch: images per forward pass.
-        mending: moves images along the gradient of their reward, of `mend`.
+        mover: moves images by the gradient of their reward, for `mend` and `opsd`.
         score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
@@ -43,7 +43,7 @@ class ImageSampler:
         self.microbatch = args.microbatch
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         self.gradients = EndpointGradients(policy, args, rewards)
-        self.mending: Mending | None = None
+        self.mover: Mending | BothWays | None = None
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
@@ -109,12 +109,18 @@ class ImageSampler:
 
         def find() -> tuple[GradientStates, Tensor, Scores | None]:
             found, images = self.gradients(trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
-            if self.mending is None:
+            if self.mover is None:
                 return found, images, None
             scores, [(_, v)] = self.score(batch, images), joined.values()
-            rewards_of = partial(self._rewards, batch)
-            moves = self.mending.moves(found, v, trajectory.final, batch, reward=scores.total, rewards_of=rewards_of)
-            return replace(found, moves=moves), images, scores
+            end = Endpoint(
+                batch,
+                trajectory.final,
+                v,
+                reward=scores.total,
+                rewards_of=partial(self._rewards, batch),
+                gradient_at=partial(self.gradients.weighted, batch=batch, microbatch=self.microbatch),
+            )
+            return replace(found, moves=self.mover.moves(found, end)), images, scores
 
         try:
             with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):

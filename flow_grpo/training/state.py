@@ -23,7 +23,7 @@ from flow_grpo.training.critic import Critic, CriticAdvantages
 from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import GivenImages, image_size, load_examples
-from flow_grpo.training.reward_gradients import GradientWeights, Mending
+from flow_grpo.training.reward_gradients import BothWays, GradientWeights, Mending
 from flow_grpo.training.rollouts import ImageSampler
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import Experience
@@ -73,8 +73,10 @@ class Stage:
         self.compare: GroupAdvantages | CriticAdvantages | GradientWeights | Mending = self.groups
         if self.critic is not None:
             self.compare = CriticAdvantages(policy, self.critic, self.groups)
-        elif args.objective.needs.moves:
-            self.compare = self.sampler.mending = Mending(args.objective, self.groups, processes)
+        elif args.objective.needs.moves == "if_better":
+            self.compare = self.sampler.mover = Mending(args.objective, self.groups, processes)
+        elif args.objective.needs.moves == "both_ways":
+            self.sampler.mover = BothWays(args.objective, self.groups)
         elif args.objective.needs.reward_gradient:
             self.compare = self.gradient_weights
         self.update = PolicyUpdate(policy, args, start, processes)
@@ -159,7 +161,7 @@ class Stage:
             "clip": dict(self.update.clip.state),
             "microbatch": self.microbatch,
             "gradients": dict(self.gradient_weights.mean_square),
-            "mending": None if self.sampler.mending is None else self.sampler.mending.state_dict(),
+            "mending": self.compare.state_dict() if isinstance(self.compare, Mending) else None,
             "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
         }
 
@@ -169,8 +171,8 @@ class Stage:
         self._use_microbatch(state["microbatch"])
         self.update.clip.state = dict(state["clip"])
         self.gradient_weights.mean_square = dict(state.get("gradients", {}))  # which checkpoints of 0.4 have not
-        if self.sampler.mending is not None:
-            self.sampler.mending.load_state_dict(state["mending"])
+        if isinstance(self.compare, Mending):
+            self.compare.load_state_dict(state["mending"])
         if self.critic is not None:
             self.critic.load_training_state(state["critic"])
 

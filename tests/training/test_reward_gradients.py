@@ -170,7 +170,7 @@ def test_the_update_has_the_gradient_of_backpropagation(name, solver):
     torch.testing.assert_close(seen[0] * elements * rms, expected, rtol=2e-3, atol=2e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", [*NAMES, "mend"])
+@pytest.mark.parametrize("name", [*NAMES, "mend", "opsd"])
 def test_the_reward_rises(name):
     """Of the images of one noise, all of them."""
     run = trainer(name, optimizer={"lr": 0.05}, prompts_per_step=4)
@@ -195,7 +195,7 @@ def test_units_of_rewards_and_their_weights_count_by_their_share():
     torch.testing.assert_close(both.reward_gradient, parts["redness"] + parts["detail"], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["flowbp", "mend"])
+@pytest.mark.parametrize("name", ["flowbp", "mend", "opsd"])
 def test_a_resumed_run_goes_on_to_the_same_numbers(tmp_path, name):
     args = {"steps": 4, "save_every": 1, "output_dir": str(tmp_path / "whole")}
     trainer(name, **args).train()
@@ -206,7 +206,7 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(tmp_path, name):
     assert whole == resumed
 
 
-@pytest.mark.parametrize("name", [*NAMES, "mend"])
+@pytest.mark.parametrize("name", [*NAMES, "mend", "opsd"])
 def test_neither_the_micro_batch_nor_parts_change_anything(name):
     whole, parts = (trainer(name, microbatch=size, objective={"smoothing": 0.01}) for size in (6, 3))
     parts.stage.sampler.score_in_background = True
@@ -247,10 +247,53 @@ def test_smoothing_measures_how_sharp_the_reward_is():
     assert "reward_gradient/redness/S1" not in trainer("flowbp").training_step()
 
 
+def test_opsd_moves_a_predicted_image_both_ways_and_weighs_the_two_by_the_advantage():
+    """By calls of its own, for each image: two steps of a twentieth of the norm, each along the gradient where it is."""
+    run = trainer("opsd", [redness, detail], prompts_per_step=4)
+    policy, experience = run.policy, run.experience()
+    states, batch = experience.trajectory.gradient_states, experience.batch
+    [step], sigma, moves = states.steps, -states.factor[0], states.moves
+    conditioning, rows = policy.encode(batch.prompts), torch.arange(len(batch.prompts))
+    timestep = experience.trajectory.schedule.timesteps[step]
+    with policy.lora.use("old"), torch.no_grad():
+        v_old = policy.velocity(states.x[:, 0], timestep, conditioning, rows)
+    torch.testing.assert_close(moves.v_old, v_old, rtol=1e-3, atol=1e-4)
+
+    def unit(latents):
+        leaf = latents[None].clone().requires_grad_()
+        image = policy.decode_with_grad(leaf)
+        (g,) = torch.autograd.grad((redness(image, None) + detail(image, None)).sum(), leaf)
+        return g[0] / g.norm()
+
+    ends = []
+    for sign, velocity in ((1, moves.target), (-1, moves.away)):
+        end = states.x[:, 0] - sigma * velocity
+        for z, v, y in zip(states.x[:, 0], v_old, end, strict=True):
+            image = z - sigma * v
+            moved, length = image, 0.05 * image.norm()
+            for _ in range(2):
+                moved = moved + sign * length * unit(moved)
+            torch.testing.assert_close(y, moved, rtol=1e-3, atol=1e-3)
+        ends.append(end)
+    small.move(policy, 0.2, seed=3)
+    with torch.no_grad():
+        v = policy.velocity(states.x[:, 0], timestep, conditioning, rows)
+
+    def weighted(error):
+        return error.square().flatten(1).mean(1) / error.abs().flatten(1).mean(1)
+
+    predicted = [states.x[:, 0] - sigma * velocity for velocity in (v, 2 * v_old - v)]
+    up, down = (weighted(image - end) for image, end in zip(predicted, ends, strict=True))
+    share = 0.5 + 0.5 * (experience.advantage / 5).clamp(-1, 1)
+    assert share.std() > 0.01
+    expected = (5 * (share * up + (1 - share) * down)).mean().item()
+    assert run.stage.update(experience, 0)["loss"] == pytest.approx(expected, rel=1e-3)
+
+
 def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_it():
     """By calls of its own, for each image and each length of a move."""
     run = trainer("mend", [redness, detail], prompts_per_step=4, objective={"smoothing": 0.0})
-    mending, policy = run.stage.sampler.mending, run.policy
+    mending, policy = run.stage.sampler.mover, run.policy
     mending.tau, mending.ceiling = 1.0, -1.0
     experience = run.experience()
     states, batch, reward = experience.trajectory.gradient_states, experience.batch, experience.scores.total
@@ -288,7 +331,7 @@ def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_
 
 def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
     run = trainer("mend", prompts_per_step=4)
-    mending, experience = run.stage.sampler.mending, small.collect(run, 0)
+    mending, experience = run.stage.sampler.mover, small.collect(run, 0)
     moves, medians, ceilings = experience.trajectory.gradient_states.moves, [], []
     mending.ceiling = None
     for share, rise in ((0.0, 0.0), (1.0, 10.0), (0.5, -50.0)):
@@ -318,11 +361,11 @@ def test_two_processes_weigh_moved_and_kept_images_as_one():
         return others, moves.tried[others], moves.moved[others]
 
     sampler = pair.stage.sampler
-    pair.processes = pair.stage.processes = sampler.processes = sampler.mending.processes = small.Two(other)
+    pair.processes = pair.stage.processes = sampler.processes = sampler.mover.processes = small.Two(other)
     half = pair.experience()
     torch.testing.assert_close(half.advantage, whole.advantage[own])
     torch.testing.assert_close(half.trajectory.gradient_states.moves.target, moves.target[own], rtol=1e-4, atol=1e-4)
-    assert pair.stage.sampler.mending.state_dict() == pytest.approx(alone.stage.sampler.mending.state_dict(), rel=1e-5)
+    assert pair.stage.sampler.mover.state_dict() == pytest.approx(alone.stage.sampler.mover.state_dict(), rel=1e-5)
 
 
 def test_a_group_whose_reward_failed_is_left_out():
