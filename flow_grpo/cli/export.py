@@ -25,7 +25,7 @@ def export(
         Literal["diffusers", "peft", "comfyui"],
         typer.Option(
             "--format",
-            help="The program that the LoRA is for: its names of layers and files.",
+            help="The program that the weights are for: its names of layers and files. With --merge: diffusers or comfyui.",
         ),
     ] = "diffusers",
     dtype: Annotated[
@@ -45,6 +45,7 @@ def export(
     [bold]flow-grpo export runs/tiny_ocr --out signs[/bold]
     [bold]flow-grpo export runs/tiny_ocr --format comfyui --dtype bf16 --out signs[/bold]
     [bold]flow-grpo export runs/tiny_ocr --merge --out signs-model[/bold]
+    [bold]flow-grpo export runs/tiny_ocr --merge --format comfyui --out signs-model[/bold]
     [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
     """
     from flow_grpo.export.export import check_push, push_export

@@ -19,7 +19,7 @@ from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export import model_card
-from flow_grpo.export.lora import Format, comfyui_names, write_lora
+from flow_grpo.export.lora import Format, comfyui_names, write_lora, write_whole
 from flow_grpo.figures import draw_or_warn
 from flow_grpo.files import MAX_JSON, finish_files, new_files, regular_bytes
 from flow_grpo.policy.devices import DTYPES
@@ -59,15 +59,15 @@ def export(
     source, step = select_weights(run, best, checkpoint)
     previous, replaced = _previous_files(out)
     args = FlowGRPOConfig.from_yaml(folder / layout.CONFIG)
-    if form != "diffusers" and (merge or args.lora is None):
-        raise FlowGRPOError(f"--format {form} is for a LoRA, and this exports the whole model: leave it out.")
-    if form == "comfyui":
-        comfyui_names(args.model)
     merge = merge or args.lora is None  # all weights were trained
+    if form == "peft" and merge:
+        raise FlowGRPOError("--format peft is for a LoRA, and this exports the whole model: leave it out.")
+    if form == "comfyui":
+        comfyui_names(args.model, whole=merge)
     title = repo.rpartition("/")[2] if repo else out.resolve().name
     with new_files(out, RESULT, previous) as new_folder:
         notes = (
-            _write_merged(args, run, source, new_folder, dtype)
+            _write_merged(args, run, source, new_folder, title=title, form=form, dtype=dtype)
             if merge
             else _write_lora(args, run, source, new_folder, title=title, form=form, dtype=dtype or "fp32")
         )
@@ -127,12 +127,20 @@ def _write_lora(
         return write_lora(Path(saved), folder, args, run, title=title, form=form, dtype=DTYPES[dtype])
 
 
-def _write_merged(args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, dtype: str | None) -> list[str]:
-    """Write the whole model; returns notes for the user."""
-    from flow_grpo.policy.loading import save_merged
+def _write_merged(
+    args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, *, title: str, form: Format, dtype: str | None
+) -> list[str]:
+    """Write the whole model, or for ComfyUI its transformer; returns notes for the user."""
+    from flow_grpo.policy.loading import save_merged, save_transformers
 
-    save_merged(_trained_policy(args, run, source, dtype), folder, args.model)
-    _strip_local_paths(folder)
+    policy = _trained_policy(args, run, source, dtype)
+    if form == "comfyui":
+        with TemporaryDirectory(dir=folder) as saved:
+            save_transformers(policy, Path(saved))
+            write_whole(Path(saved), folder, args, run, title)
+    else:
+        save_merged(policy, folder, args.model)
+        _strip_local_paths(folder)
     if args.memory.quantize is None:
         return []
     return [

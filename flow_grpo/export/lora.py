@@ -1,4 +1,4 @@
-"""Writes a run's LoRA as other programs read it, with what they show of a LoRA in the header of its file."""
+"""Writes a run's LoRA, or the transformer it is merged into, as other programs read it, with what they show of it in the file's header."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import CHECKSUM, DATA_HASH, UNKNOWN_HASH, seal_safetensors
 from flow_grpo.policy import comfyui, hub, lora_file
 from flow_grpo.policy.families import lora_header
 from flow_grpo.policy.loading import layer_shapes
@@ -69,8 +71,27 @@ def comfyui_file(title: str, component: str | None = None) -> str:
     return f"{title}.safetensors" if component is None else f"{title}_{EXPERTS.get(component, component)}.safetensors"
 
 
-def comfyui_names(model: str, component: str = FIRST) -> comfyui.Names:
-    """The names of a model's layers in ComfyUI. FlowGRPOError if they are not known."""
+def write_whole(source: Path, folder: Path, args: FlowGRPOConfig, run: RunReader, title: str) -> None:
+    """Write each transformer in `source` as one file, by the names by which ComfyUI recognises the model."""
+    components = sorted(path.name for path in source.iterdir())
+    header = _header(args, run, title)
+    if "modelspec.architecture" in header:
+        header["modelspec.architecture"] = header["modelspec.architecture"].removesuffix("/lora")
+    for component in components:
+        state = {
+            name: value
+            for file in sorted((source / component).glob("*.safetensors"))
+            for name, value in load_file(file).items()
+        }
+        named = comfyui.all_weights(state, comfyui_names(args.model, component, whole=True))
+        target = folder / comfyui_file(title, component if len(components) > 1 else None)
+        hashes = {DATA_HASH: UNKNOWN_HASH, CHECKSUM: UNKNOWN_HASH}
+        save_file({name: value.contiguous() for name, value in named.items()}, target, {"format": "pt", **header, **hashes})
+        seal_safetensors(target)
+
+
+def comfyui_names(model: str, component: str = FIRST, whole: bool = False) -> comfyui.Names:
+    """The names of a model's layers in ComfyUI. FlowGRPOError if they are not known, or with `whole` not those of all its weights."""
     transformer = hub.component_class(model, component)
     if transformer is None:
         raise FlowGRPOError(
@@ -80,7 +101,14 @@ def comfyui_names(model: str, component: str = FIRST) -> comfyui.Names:
         raise FlowGRPOError(
             f"--format comfyui: ComfyUI has no model of the kind {transformer}, or its names are not known here: leave out --format."
         )
-    return comfyui.FAMILIES[transformer]
+    names = comfyui.FAMILIES[transformer]
+    if whole and not names.whole:
+        offered = ", ".join(sorted(name for name, known in comfyui.FAMILIES.items() if known.whole))
+        raise FlowGRPOError(
+            f"--merge --format comfyui: the names of all weights of {transformer} in ComfyUI are not known here, only of {offered}: "
+            "leave out --merge."
+        )
+    return names
 
 
 def _for_comfyui(found: lora_file.LoraFile, model: str, component: str) -> tuple[dict[str, LoraLayer], list[str]]:

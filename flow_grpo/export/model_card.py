@@ -71,7 +71,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         "args": args,
         "lora": rank_and_alpha(args.lora, [folder, run.folder / layout.LORA, run.folder / layout.BEST]),
         "stages": [stage for _, stage in args.resolved_stages()],
-        "comfyui": [] if merged else comfyui_files(folder),
+        "comfyui": comfyui_files(folder),
         "usage_code": usage_code(folder, args, run, merged, source),
         "base_page": f"{HUB}/{args.model}" if _on_hub(args.model) else None,
         "licence": licence,
@@ -272,14 +272,14 @@ def _edited_prompt(kind: str, run: RunReader) -> str | None:
 
 
 def comfyui_files(folder: Path) -> list[str]:
-    """The LoRAs in an export that are for ComfyUI, as their names are those of no other program."""
+    """The files in an export that are for ComfyUI, as their names are those of no other program."""
     return sorted(file.name for file in folder.glob("*.safetensors") if not file.name.startswith(DIFFUSERS_AND_PEFT))
 
 
 def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool, source: str) -> str | None:
     """Python that loads the export and generates an image as the run's evaluations do; None if only ComfyUI reads it."""
     kind = hub.pipeline_class(args.model)
-    loading = [] if merged else _loading(folder, source, kind)
+    loading = _loading(folder, source, kind, merged)
     if loading is None:
         return None
     differs = family(kind)
@@ -316,8 +316,10 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     return "\n".join([*lines, f"image = {call_lines}.images[0]", 'image.save("picture.png")'])
 
 
-def _loading(folder: Path, source: str, kind: str) -> list[str] | None:
-    """Lines that load a LoRA of this format, with its scale; None if diffusers does not read it."""
+def _loading(folder: Path, source: str, kind: str, merged: bool) -> list[str] | None:
+    """Lines that load a LoRA of this format, with its scale, none for a whole model; None if diffusers does not read it."""
+    if merged:
+        return None if comfyui_files(folder) else []
     if (folder / hub.PEFT_WEIGHTS).is_file():
         return [f"PeftModel.from_pretrained(pipe.transformer, {source!r})"]
     files = comfyui_files(folder)

@@ -1,4 +1,4 @@
-"""The names by which ComfyUI reads a LoRA, from those of diffusers' transformers and back.
+"""The names by which ComfyUI reads a LoRA or a whole transformer, from those of diffusers, and back.
 
 ComfyUI reads the names of its own modules after `diffusion_model.`, and of many families also those of diffusers after `transformer.`. A
 layer keeps its name where ComfyUI reads it; the tables have the others. In some models of ComfyUI one layer computes what several of
@@ -9,7 +9,7 @@ Sources: `comfy/lora.py`, `comfy/utils.py` and `comfy/ldm/` of ComfyUI at commit
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,12 +38,14 @@ class Names:
     """The names of a family's layers in ComfyUI.
 
     Attributes:
-        places: by the name in diffusers.
+        places: by the name in diffusers; also of modules that no LoRA has, and of single parameters, where `whole` is set.
         keeps_others: whether ComfyUI reads diffusers' names of all other layers.
+        whole: whether ComfyUI recognises the model by a file of all weights with these names.
     """
 
     places: Mapping[str, str | Place] = field(default_factory=dict)
     keeps_others: bool = False
+    whole: bool = False
 
     def place(self, name: str) -> Place | None:
         """Where a layer of diffusers is; None if it has no other name there."""
@@ -100,12 +102,28 @@ _WAN: dict[str, str | Place] = {
     "blocks.*.ffn.net.0.proj": "blocks.*.ffn.0",
     "blocks.*.ffn.net.2": "blocks.*.ffn.2",
     "proj_out": "head.head",
+    "blocks.*.norm2": "blocks.*.norm3",
+    **{
+        f"blocks.*.{ours}.norm_{part}": f"blocks.*.{theirs}.norm_{part}"
+        for ours, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for part in "qk"
+    },
+    "blocks.*.attn2.norm_added_k": "blocks.*.cross_attn.norm_k_img",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "blocks.*.scale_shift_table": "blocks.*.modulation",
+    "scale_shift_table": "head.modulation",
 }
 
 _LTX: dict[str, str | Place] = {
     "proj_in": "patchify_proj",
     "time_embed.**": "adaln_single.**",
     "caption_projection.**": "caption_projection.**",
+    **{
+        f"transformer_blocks.*.attn{n}.norm_{part}": f"transformer_blocks.*.attn{n}.{part}_norm"
+        for n in (1, 2)
+        for part in "qk"
+    },
     "transformer_blocks.**": "transformer_blocks.**",
     "proj_out": "proj_out",
 }
@@ -116,6 +134,7 @@ _LUMINA2: dict[str, str | Place] = {
     "time_caption_embed.caption_embedder.1": "cap_embedder.1",
     "norm_out.linear_1": "final_layer.adaLN_modulation.1",
     "norm_out.linear_2": "final_layer.linear",
+    "time_caption_embed.caption_embedder.0": "cap_embedder.0",
 }
 for _blocks in ("noise_refiner.*", "context_refiner.*", "layers.*"):
     _LUMINA2 |= {
@@ -123,6 +142,10 @@ for _blocks in ("noise_refiner.*", "context_refiner.*", "layers.*"):
         f"{_blocks}.attn.to_out.0": f"{_blocks}.attention.out",
         **{f"{_blocks}.feed_forward.linear_{i}": f"{_blocks}.feed_forward.w{i}" for i in (1, 2, 3)},
         f"{_blocks}.norm1.linear": f"{_blocks}.adaLN_modulation.1",
+        f"{_blocks}.norm1.norm": f"{_blocks}.attention_norm1",
+        f"{_blocks}.norm1": f"{_blocks}.attention_norm1",  # in the context's refiner
+        f"{_blocks}.norm2": f"{_blocks}.attention_norm2",
+        **{f"{_blocks}.attn.norm_{part}": f"{_blocks}.attention.{part}_norm" for part in "qk"},
     }
 
 _REFINER = ("context_embedder.token_refiner.refiner_blocks.*", "txt_in.individual_token_refiner.blocks.*")
@@ -177,26 +200,42 @@ _CHROMA: dict[str, str | Place] = {
     "distilled_guidance_layer.in_proj": "distilled_guidance_layer.in_proj",
     "distilled_guidance_layer.out_proj": "distilled_guidance_layer.out_proj",
 }
-_SAME = Names(keeps_others=True)
+_SAME = Names(keeps_others=True, whole=True)
 FAMILIES = {  # by the class of the transformer
     "AuraFlowTransformer2DModel": _SAME,
     "ChromaTransformer2DModel": Names(_CHROMA, keeps_others=True),
-    "ErnieImageTransformer2DModel": Names({"**": "**"}),
+    "ErnieImageTransformer2DModel": Names({"**": "**"}, whole=True),
     "Flux2Transformer2DModel": Names(_FLUX2, keeps_others=True),
     "FluxTransformer2DModel": _SAME,
     "HiDreamImageTransformer2DModel": _SAME,
     "HunyuanImageTransformer2DModel": Names(_HUNYUAN_IMAGE),
     "HunyuanVideoTransformer3DModel": Names(_HUNYUAN_VIDEO),
     "Kandinsky5Transformer3DModel": _SAME,
-    "Krea2Transformer2DModel": _SAME,
-    "LTXVideoTransformer3DModel": Names(_LTX),
+    "Krea2Transformer2DModel": Names(keeps_others=True),
+    "LTXVideoTransformer3DModel": Names(_LTX, whole=True),
     "LongCatImageTransformer2DModel": Names(_embedder("time_embed.timestep_embedder", "time_in"), keeps_others=True),
-    "Lumina2Transformer2DModel": Names(_LUMINA2),
+    "Lumina2Transformer2DModel": Names(_LUMINA2, whole=True),
     "QwenImageTransformer2DModel": _SAME,
     "SD3Transformer2DModel": _SAME,
-    "WanTransformer3DModel": Names(_WAN),
+    "WanTransformer3DModel": Names(_WAN, whole=True),
     "ZImageTransformer2DModel": _SAME,
 }
+
+
+def all_weights(state: Mapping[str, torch.Tensor], names: Names) -> dict[str, torch.Tensor]:
+    """The weights of a transformer by the names by which ComfyUI recognises the model."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, value in state.items():
+        module, _, end = name.rpartition(".")
+        if place := names.place(module):
+            place = replace(place, layer=f"{place.layer}.{end}")
+        place = place or names.place(name) or Place(name)
+        parts.setdefault(place.layer, {})[place.part] = torch.cat(value.chunk(2)[::-1]) if place.swapped else value
+    return {
+        name: torch.cat([of_name[i] for i in sorted(of_name)]) if len(of_name) > 1 else of_name[0]
+        for name, of_name in parts.items()
+    }
+
 
 # -- layers ---------------------------------------------------------------------------------------------------------------
 

@@ -248,19 +248,24 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
     The other parts are copied from `base`, the model that the pipeline was loaded from, as diffusers does not save all parts as it loads
     them. FlowGRPOError if a LoRA is on quantised weights.
     """
-    if policy.is_full_finetuning:
-        policy.save(folder / "transformer")
-    else:
-        merge(policy)
-        for name in denoisers(policy.pipe):
-            transformer = getattr(policy.pipe, name)
-            write_transformer(transformer, type(transformer).__name__, transformer.state_dict(), folder / name)
+    save_transformers(policy, folder)
     source = hub.resolve_model(base)
     base_folder = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(base_folder / hub.INDEX, folder / hub.INDEX)
     for part in hub.component_names(str(base_folder), ("",)):
         if part not in denoisers(policy.pipe) and (base_folder / part).is_dir():
             shutil.copytree(base_folder / part, folder / part, copy_function=shutil.copyfile)
+
+
+def save_transformers(policy: Policy, folder: Path) -> None:
+    """Write the transformers of a policy to folders by their names, as diffusers reads them. A LoRA is merged, as in `save_merged`."""
+    if policy.is_full_finetuning:
+        policy.save(folder / "transformer")
+        return
+    merge(policy)
+    for name in denoisers(policy.pipe):
+        transformer = getattr(policy.pipe, name)
+        write_transformer(transformer, type(transformer).__name__, transformer.state_dict(), folder / name)
 
 
 def merge(policy: Policy) -> None:

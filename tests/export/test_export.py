@@ -26,6 +26,7 @@ from flow_grpo.config.sections import LoraConfig
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
+from flow_grpo.files import check_safetensors
 from flow_grpo.policy import hub, lora_file
 from flow_grpo.policy.loading import load_policy, save_merged
 from flow_grpo.policy.lora import Lora
@@ -137,6 +138,24 @@ def test_an_export_for_comfyui_has_its_own_file_and_picture(run, tmp_path):
     assert len(policy.adapter_state()) == len(names)
 
 
+def test_a_merged_transformer_for_comfyui_is_one_file(run, tmp_path):
+    for form in ("diffusers", "comfyui"):
+        export(run, tmp_path / form, merge=True, form=form)
+    assert {file.name for file in (tmp_path / "comfyui").glob("*.*")} >= {"comfyui.safetensors", "comfyui.png", "README.md"}
+    assert not (tmp_path / "comfyui" / "model_index.json").exists()
+    one = load_file(tmp_path / "comfyui" / "comfyui.safetensors")
+    (transformer,) = (tmp_path / "diffusers" / "transformer").glob("*.safetensors")
+    whole = load_file(transformer)
+    assert one.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in one.items())
+    check_safetensors(tmp_path / "comfyui" / "comfyui.safetensors")
+    with safe_open(tmp_path / "comfyui" / "comfyui.safetensors", "pt") as opened:
+        assert opened.metadata()["modelspec.architecture"] == "stable-diffusion-3"
+    card = (tmp_path / "comfyui" / model_card.CARD).read_text()
+    assert "In ComfyUI: copy `comfyui.safetensors` to `models/diffusion_models`" in card
+    assert "from_pretrained" not in card
+
+
 def test_a_lora_of_the_papers_code_is_trained_on_and_exported(tmp_path):
     """Flow-GRPO's published LoRAs are what peft saves of a transformer with this config."""
     joint = ["add_k_proj", "add_q_proj", "add_v_proj", "to_add_out", "to_k", "to_out.0", "to_q", "to_v"]
@@ -174,8 +193,14 @@ def test_a_model_that_comfyui_does_not_have_is_one_sentence(run, tmp_path):
     ):
         export(folder, tmp_path / "out", form="comfyui")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="--format comfyui is for a LoRA, and this exports the whole model"):
-        export(run, tmp_path / "out", merge=True, form="comfyui")
+    with pytest.raises(ValueError, match="--format peft is for a LoRA, and this exports the whole model"):
+        export(run, tmp_path / "out", merge=True, form="peft")
+    index["transformer"][1] = "ChromaTransformer2DModel"
+    (model / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match="all weights of ChromaTransformer2DModel in ComfyUI are not known here, only of AuraFlow"
+    ):
+        export(folder, tmp_path / "out", merge=True, form="comfyui")
 
 
 @pytest.mark.parametrize("name", ["wan22", "hunyuan_video"])

@@ -11,7 +11,7 @@ from support.families import TINY
 from torch import Tensor
 
 from flow_grpo.policy import comfyui, lora_file
-from flow_grpo.policy.comfyui import FAMILIES, OWN_PREFIX, from_comfyui, to_comfyui
+from flow_grpo.policy.comfyui import FAMILIES, OWN_PREFIX, all_weights, from_comfyui, to_comfyui
 from flow_grpo.policy.families import family
 from flow_grpo.policy.lora import Lora, linear_layers
 from flow_grpo.policy.lora_file import LoraLayer
@@ -165,6 +165,27 @@ def test_diffusers_converters_of_checkpoints_find_the_same_differences(name):
     assert differences.keys() == {f"{layer}.weight" for layer in shapes}
     for layer, right in lora.items():
         torch.testing.assert_close(differences[f"{layer}.weight"], 0.5 * right.up @ right.down, rtol=1e-6, atol=1e-6)
+
+
+WHOLE = {
+    "ltx": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
+    "wan": single_file_utils.convert_wan_transformer_to_diffusers,
+    "lumina2": single_file_utils.convert_lumina2_to_diffusers,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_diffusers_converters_of_checkpoints_find_all_weights(name):
+    with torch.device("meta"):
+        transformer = TRANSFORMERS[name]()
+    state = {
+        key: torch.full(value.shape, i % 127, dtype=torch.int8)
+        for i, (key, value) in enumerate(transformer.state_dict().items())
+    }
+    named = all_weights(state, FAMILIES[type(transformer).__name__])
+    found = WHOLE[name](named)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(value, state[key]) for key, value in found.items())
 
 
 KEPT = [
