@@ -29,7 +29,7 @@ from flow_grpo.run_folder.opening import check_begun
 from flow_grpo.training import early_checks
 from flow_grpo.training.early_checks import check_frames, check_scope
 from flow_grpo.training.offline import load_examples
-from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
+from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, method_warnings, reason_not_to_call
 
 NUM_NOISE_IMAGES = 2  # on which a dry run calls each reward
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
@@ -78,6 +78,8 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
     early_checks.check_settings(args, num_processes)
     prompts, held_out = _check_prompts(args, num_processes, report)
     estimator = check_model(args, num_processes, report, estimate=prompts is not None)
+    pipe = None if estimator is None else estimator.trace.policy.pipe
+    report.notes += [f"warning: {sentence}" for sentence in method_warnings(args, pipe).values()]
     check_rewards(args, prompts, held_out, None if estimator is None else estimator.trace.image_shape, report)
     if estimator is not None:  # after what may fail, as it takes seconds
         report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))

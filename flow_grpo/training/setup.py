@@ -317,8 +317,12 @@ FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|di
 FEW_STEP_SCHEDULERS = re.compile("LCM|SCM|TCD|FlowMap|PiFlow")
 
 
-def method_warnings(args: FlowGRPOConfig, pipe: Any) -> dict[str, str]:
-    """Sentences on objectives that don't suit the model or the rollouts, each with two words on it."""
+def method_warnings(args: FlowGRPOConfig, pipe: Any | None) -> dict[str, str]:
+    """Sentences on objectives that don't suit the model or the rollouts, each with two words on it.
+
+    Args:
+        pipe: the model's pipeline; None if it is not loaded, and only its name is known.
+    """
     warnings = {}
     for _, stage in args.resolved_stages():
         name = stage.objective.name
@@ -335,11 +339,14 @@ def method_warnings(args: FlowGRPOConfig, pipe: Any) -> dict[str, str]:
     return warnings
 
 
-def is_few_step(model: str, pipe: Any) -> bool:
+def is_few_step(model: str, pipe: Any | None) -> bool:
     """Whether a model was distilled to few steps, as its name, its pipeline's `is_distilled` or the kind of its scheduler says."""
-    by_name = FEW_STEPS.search(model.rstrip("/").rpartition("/")[2])
+    if FEW_STEPS.search(model.rstrip("/").rpartition("/")[2]):
+        return True
+    if pipe is None:
+        return False
     by_scheduler = FEW_STEP_SCHEDULERS.search(type(pipe.scheduler).__name__)
-    return bool(by_name or by_scheduler or pipe.config.get("is_distilled"))
+    return bool(by_scheduler or pipe.config.get("is_distilled"))
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from types import SimpleNamespace
 import pytest
 import support.small_policy as small
 from diffusers import FlowMatchEulerDiscreteScheduler, FlowMatchLCMScheduler
+from support.embedded import short_run
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.doctor.run import RunChecks
+from flow_grpo.plan import hardware
 from flow_grpo.training.setup import method_warnings
 
 FEW = [
@@ -59,3 +62,9 @@ def test_the_doctor_shows_what_a_run_warns_of(tmp_path):
     sections = dict(zip(range(2), RunChecks(trainer).sections(), strict=False))
     title, [result] = sections[1]
     assert (title, result.name, result.message) == ("method", "off-policy steps", trainer.warnings[0])
+
+
+def test_a_dry_run_shows_it_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
+    lines = dry_run(short_run(tmp_path / "run", "objective=grpo", "sampling.guidance=2", "evaluation.prompts=null"))
+    assert [line for line in lines if line.startswith("warning: sampling.guidance=2 samples steps")]
