@@ -65,6 +65,11 @@ def resolve_model(name: str) -> str:
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = Path(name).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        raise FlowGRPOError(
+            f"the model {name} is a GGUF file, which holds a quantised transformer alone: give the folder or hub id of the whole model, "
+            "with memory.quantize=nf4 where memory is short."
+        )
     if folder.is_file():
         raise FlowGRPOError(
             f"the model {name} is a single file, and a folder in the format of diffusers is needed: in Python, the class of its "

@@ -36,7 +36,7 @@ TEXT_ENCODER = re.compile(r"(text_encoder(?:_\d)?|text_encoders\.\w+|lora_te\d?|
 DOWN = r"lora_A(?:\.\w+)?\.weight|lora_down\.weight|lora\.down\.weight|lora_linear_layer\.down\.weight"
 UP = r"lora_B(?:\.\w+)?\.weight|lora_up\.weight|lora\.up\.weight|lora_linear_layer\.up\.weight"
 TENSOR = re.compile(rf"(?P<layer>.+)\.(?:(?P<down>{DOWN})|(?P<up>{UP})|(?P<alpha>alpha))")
-# what other kinds of adapters have in the names of their tensors
+# what other kinds of adapters have in the names of their tensors, with a dot at their ends
 OTHER_KINDS = {
     "lokr_": "a LoKr",
     "hada_": "a LoHa",
@@ -45,7 +45,8 @@ OTHER_KINDS = {
     "lora_magnitude_vector": "a DoRA",
     "lora_mid": "a LoCon with a third factor",
     "glora": "a GLoRA",
-    ".diff": "a LyCORIS file of whole differences",
+    ".diff.": "a LyCORIS file of whole differences",
+    ".diff_b.": "a LyCORIS file of whole differences",
 }
 
 
@@ -163,7 +164,7 @@ def read(file: Path, source: str | None = None) -> LoraFile:
     source = str(file) if source is None else source
     tensors, header = _tensors(file, source)
     text, own = _split(tensors)
-    if kind := next((kind for word, kind in OTHER_KINDS.items() if any(word in name for name in own)), None):
+    if kind := next((kind for word, kind in OTHER_KINDS.items() if any(word in f"{name}." for name in own)), None):
         raise _other_kind(source, kind)
     if unknown := [name for name in own if not TENSOR.fullmatch(name)]:
         raise FlowGRPOError(

@@ -193,6 +193,8 @@ def test_a_lora_of_which_some_layers_have_no_place_is_refused(policy, difference
         ("transformer.transformer_blocks.0.attn.to_q.dora_scale", "a DoRA"),
         ("transformer.transformer_blocks.0.attn.to_q.lora_magnitude_vector", "a DoRA"),
         ("transformer.transformer_blocks.0.attn.to_q.lora_B.bias", "1 tensor of 25 that are no part of a LoRA"),
+        ("diffusion_model.joint_blocks.0.x_block.attn.qkv.diff_b", "a LyCORIS file of whole differences"),
+        ("model.diffusion_model.x_embedder.proj.weight", "1 tensor of 25 that are no part of a LoRA"),
         ("transformer.transformer_blocks.0.norm1.linear.weight", "1 tensor of 25 that are no part of a LoRA"),
     ],
 )

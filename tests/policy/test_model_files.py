@@ -177,13 +177,19 @@ def test_a_pickle_of_weights_is_loaded_without_log_lines(model, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_single_file_as_model_is_one_sentence(tmp_path, monkeypatch):
-    file = tmp_path / "sd3.5_medium.safetensors"
-    file.write_bytes(b"")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("sd3.5_medium.safetensors", "is a single file, and a folder in the format of diffusers is needed"),
+        ("flux1-dev-Q4_K_S.gguf", "is a GGUF file, which holds a quantised transformer alone"),
+    ],
+)
+def test_a_single_file_as_model_is_one_sentence(tmp_path, monkeypatch, name, sentence):
+    (tmp_path / name).write_bytes(b"")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in (str(file), "~/sd3.5_medium.safetensors"):
-        with pytest.raises(ValueError, match="is a single file, and a folder in the format of diffusers is needed"):
-            load_policy(name)
+    for path in (str(tmp_path / name), f"~/{name}"):
+        with pytest.raises(ValueError, match=sentence):
+            load_policy(path)
 
 
 def test_a_model_in_the_home_folder_is_found(model, monkeypatch):
