@@ -299,8 +299,12 @@ def write_errors(path: Path, codes: set[int] | None = None) -> Iterator[None]:
         is_systems = isinstance(error, OSError) or named is not None
         if not is_systems or (codes is not None and code not in codes):
             raise
-        reason = os.strerror(code) if code else str(error)
-        raise WriteError(f"{path} could not be written: {reason[:1].lower()}{reason[1:]}.") from error
+        stated = os.strerror(code) if code else str(error)
+        link = next((one for one in (path, *path.parents) if one.is_symlink() and not one.exists()), None)
+        reason = f"{stated[:1].lower()}{stated[1:]}"
+        if link is not None:
+            reason = f"{link} is a link to {os.readlink(link)}, which does not exist"
+        raise WriteError(f"{path} could not be written: {reason}.") from error
 
 
 def _sync(path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Paths that a found file may name."""
+"""Paths that a found file may name, and what is said of one that can't be written."""
 
 import pytest
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import inside
+from flow_grpo.files import WriteError, inside, write_atomic
 
 
 @pytest.fixture
@@ -53,3 +53,11 @@ def test_the_links_of_the_hubs_cache_are_inside(tmp_path):
     assert inside(snapshot, "1a.png").is_file()
     with pytest.raises(FlowGRPOError):
         inside(snapshot, "1b.png")
+
+
+def test_a_link_to_nothing_is_named_by_what_it_leads_to(tmp_path):
+    (tmp_path / "run").symlink_to("gone")
+    with pytest.raises(
+        WriteError, match=r"config\.yaml could not be written: .*run is a link to gone, which does not exist"
+    ):
+        write_atomic(tmp_path / "run" / "config.yaml", "x")

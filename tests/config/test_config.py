@@ -391,6 +391,31 @@ def test_a_config_may_have_a_byte_order_mark_umlauts_and_merged_sections(tmp_pat
     assert (args.sampling.steps, args.resolved_stages()[0][1].sampling.steps) == (4, 5)
 
 
+def test_line_ends_of_windows_are_read(tmp_path):
+    (tmp_path / "own.yaml").write_bytes(b"model: tiny\r\nprompts: p.txt\r\nrewards: {jpeg_size: 1}\r\n")
+    args = FlowGRPOConfig.from_yaml(tmp_path / "own.yaml")
+    assert (args.model, args.prompts, [*args.rewards]) == ("tiny", "p.txt", ["jpeg_size"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("base: &o {lr: 1e-3}\noptimizer: *o\n", "there is no setting base"),
+        ("defaults: &d {model: tiny}\n<<: *d\n", "there is no setting defaults"),
+        ("prompts: [yes, no, 007, 1e3, null, a fox]\n", "prompt set 1: it should be a file or"),
+        ("rewards:\n\tjpeg_size: 1\n", "line 2: lines are indented by spaces, and this one has a tab"),
+        ("import ml_collections\ndef ocr_sd3():\n    return 1\n", "is not valid YAML, line 2"),
+        ("rewards:\n  - name: OCR\n    weight: 1.0\n", r"but it should have weights: write {ocr: 1\.0}"),
+        ("model: ${MODEL_DIR}/sd3\n", "variables are not replaced here"),
+    ],
+)
+def test_configs_of_other_programs_are_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(FlowGRPOError, match=sentence) as error:
+        FlowGRPOConfig.from_yaml(tmp_path / "own.yaml")
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_a_number_needs_no_dot_in_a_file_in_braces_or_in_an_override_and_quoted_it_is_text(tmp_path):
     rewards = "{jpeg_size: 1e-3, my.py:fn: {weight: 2E5, options: {eps: -1e-6, half: -.5, name: '1e-6', id: 12e45f}}}"
     (tmp_path / "own.yaml").write_text(f"rewards: {rewards}\n")

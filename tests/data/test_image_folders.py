@@ -120,10 +120,11 @@ def test_hpsv2s_folders_of_styles_take_a_row_for_each_image(tmp_path):
     assert image_sets.read(tmp_path, by_name).prompts == ["early", "late"] * 11
 
 
-def test_splits_of_an_image_folder_are_read_by_their_tables(tmp_path):
+@pytest.mark.parametrize("column", ["prompt", "text"])
+def test_splits_of_an_image_folder_are_read_by_their_tables(tmp_path, column):
     for split in ("test", "train"):
         grey(tmp_path / split / "x.png", 1)
-        (tmp_path / split / "metadata.csv").write_text(f"file_name,prompt\nx.png,of {split}\n")
+        (tmp_path / split / "metadata.csv").write_text(f"file_name,{column}\nx.png,of {split}\n")
     assert image_sets.read(tmp_path).prompts == ["of test", "of train"]
 
 

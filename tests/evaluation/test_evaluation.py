@@ -565,11 +565,16 @@ def test_genevals_own_prompts_come_with_what_its_reward_needs():
 def test_a_local_file_of_a_published_set_is_read_as_it_is_published(tmp_path):
     parti = tmp_path / "PartiPrompts.tsv"
     parti.write_text(
-        'Prompt\tCategory\tChallenge\tNote\n42\tAbstract\tBasic\tSimple numbers\n"Hi" on a wall\tArts\tComplex\t\n'
+        "Prompt\tCategory\tChallenge\tNote\n42\tAbstract\tBasic\tSimple numbers\nnull\tAbstract\tBasic\t\n"
+        '"Hi" on a wall \tArts\tComplex\t\n'
     )
     prompts_read = load_prompts(str(parti))
-    assert prompts_read.prompts == ["42", '"Hi" on a wall']
-    assert [row["Category"] for row in prompts_read.metadata] == ["Abstract", "Arts"]
+    assert prompts_read.prompts == ["42", "null", '"Hi" on a wall ']
+    assert [(row["Category"], row["Note"]) for row in prompts_read.metadata] == [
+        ("Abstract", "Simple numbers"),
+        ("Abstract", None),
+        ("Arts", None),
+    ]
     bench = tmp_path / "drawbench.csv"
     bench.write_text('Prompts,Category\nA red car.,Colors\n"Two cats, one dog.",Counting\n')
     assert load_prompts(str(bench)).prompts == ["A red car.", "Two cats, one dog."]

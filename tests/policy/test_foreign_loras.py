@@ -252,3 +252,13 @@ def test_fused_layers_are_split_by_diffusers(name, tmp_path):
     Lora(pipe, torch.float32, ()).load(str(tmp_path))
     parts = [pipe.transformer.get_submodule(f"{start}{part}").get_delta_weight(TRAINED) for part in "qkv"]
     torch.testing.assert_close(torch.cat(parts), (0.5 if style else 1) * b @ a)
+
+
+def test_a_lora_of_the_last_layers_of_single_blocks_alone_is_read(tmp_path):
+    pipe = TINY["flux2_klein"].build()
+    layer = pipe.transformer.get_submodule("single_transformer_blocks.0.attn.to_out")
+    a, b = torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK)
+    save_file(tensors({"diffusion_model.single_blocks.0.linear2": (a, b)}), tmp_path / WEIGHTS)
+    Lora(pipe, torch.float32, ()).load(str(tmp_path))
+    added = pipe.transformer.get_submodule("single_transformer_blocks.0.attn.to_out").get_delta_weight(TRAINED)
+    torch.testing.assert_close(added, b @ a)

@@ -88,6 +88,7 @@ CONFIGS = [
     (with_values(INDEX, transformer="x"), "names no transformer"),
     (with_values(INDEX, vae=None), "names no vae"),
     (with_values(INDEX, tokenizer=[None, None]), r"leaves out tokenizer \(\[null, null\]\), and StableDiffusion3Pipeline can't"),
+    (with_values(INDEX, text_encoder_3=[None, None], tokenizer_3=[None, None]), r"leaves out text_encoder_3 \(\[null, null\]\)"),
     (with_values(INDEX, text_encoder=["transformers", "BertTokenizer"]), "BertTokenizer as text_encoder, and that is no network"),
     (gone("tokenizer"), "names tokenizer, and its folder is missing or empty"),
     (gone("scheduler"), "names scheduler, and its folder is missing or empty"),
