@@ -764,6 +764,16 @@ class RewardGradient(Objective):
         """
         raise NotImplementedError
 
+    def decoded_images(self, sampling_steps: int) -> tuple[int, int]:
+        """How many latents are decoded for an image of a rollout: with a gradient, and without."""
+        sigmas = [1 - i / sampling_steps for i in range(sampling_steps + 1)]
+        states = self.trained_states(
+            sigmas, [-1 / sampling_steps] * sampling_steps, lambda weights, count: list(range(count))
+        )
+        predicted = sum(state.predicted for state in states)
+        trains_final = predicted < len(states)
+        return predicted + trains_final, 0 if trains_final else 1
+
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         """The loss of n rows at a trained state."""
         from flow_grpo import objectives
@@ -870,6 +880,10 @@ class Mend(MovedImages):
     name: Literal["mend"] = "mend"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="if_better")
 
+    def decoded_images(self, sampling_steps: int) -> tuple[int, int]:
+        gradients, images = super().decoded_images(sampling_steps)
+        return gradients, images + len(self.MOVES)
+
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives
 
@@ -890,6 +904,10 @@ class Opsd(MovedImages):
 
     name: Literal["opsd"] = "opsd"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="both_ways")
+
+    def decoded_images(self, sampling_steps: int) -> tuple[int, int]:
+        gradients, images = super().decoded_images(sampling_steps)
+        return gradients + 2 * (self.MOVES - 1), images
 
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives

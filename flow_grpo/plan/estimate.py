@@ -11,7 +11,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan import hardware
 from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.meta_pipeline import MetaModule, MetaTextEncoder
-from flow_grpo.plan.trace import ModelTrace
+from flow_grpo.plan.trace import PASSES, REWARD_GRADIENT, ModelTrace
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.hub import stored_bytes
 from flow_grpo.policy.memory import cast_layers, repeated_blocks
@@ -124,6 +124,7 @@ class StepEstimator:
         if stage == self.args:
             return self
         same = stage.sampling.guidance == self.args.sampling.guidance
+        same &= stage.objective.needs.reward_gradient == self.args.objective.needs.reward_gradient
         return StepEstimator(stage, self.cuda, self.count, self.trace if same else None)
 
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
@@ -261,7 +262,11 @@ class StepEstimator:
             latest = window.last_of(steps) - trained + 1
             before = (window.first_step + latest) / 2 if window.schedule == "random" else window.first_step
             sampled -= before * (1 - 1 / args.images_per_prompt)
-        rollout, both, decoding = (count / 2 for count in self.trace.operations.values())  # of one row
+        rollout, both, decoding = (self.trace.operations[name] / 2 for name in PASSES)  # of one row
+        with_gradient = 0.0
+        if objective.needs.reward_gradient:
+            num_gradients, num_images = objective.decoded_images(steps)
+            with_gradient, decoding = num_gradients * self.trace.operations[REWARD_GRADIENT] / 2, num_images * decoding
         forward = self.trace.forward_operations / 2
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
         both -= forward * self._keeps_graphs  # the rollout's forward pass is the update's
@@ -274,7 +279,8 @@ class StepEstimator:
         if objective.stepwise and args.sampling.guidance not in (None, args.guidance):
             once += trained  # the velocity whose probability is recorded
         sampling_and_references = images * (sampled * rollout + once * forward + decoding + passes * more * forward)
-        return sampling_and_references, images * passes * both, images * passes * self.trace.recomputed / 2
+        update = images * (passes * both + with_gradient)
+        return sampling_and_references, update, images * passes * self.trace.recomputed / 2
 
     @property
     def _rollout_velocities(self) -> int:

@@ -14,6 +14,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
 from flow_grpo.plan.hardware import GB, TERA, Hardware, Rates
+from flow_grpo.plan.trace import REWARD_GRADIENT
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.families import makes_videos
@@ -30,6 +31,7 @@ PHASE_NAMES = {
     "rollout": "images are sampled",
     "update": "the weights are trained",
     "decoding": "images are decoded",
+    REWARD_GRADIENT: "gradients go back through the decoder",
     "loading": "the model is loaded",
 }
 # what costs little first; the last two exclude each other

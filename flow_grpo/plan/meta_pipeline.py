@@ -129,6 +129,7 @@ class MetaModule:
         self._cast = _Cast(dtype, cuda)
         self._counter: Any = nullcontext()
         self._outputs: list[Tensor] = []
+        self._backward = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._network, args, kwargs)
@@ -156,7 +157,7 @@ class MetaModule:
         Args:
             release_gradients: drop each gradient as soon as it is computed, as where it is reduced to the other processes.
         """
-        self._counter, self._outputs = counter, []
+        self._counter, self._outputs, self._backward = counter, [], backward
         trained = [parameter for parameter in self._network.parameters() if release_gradients and parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(_drop_gradient) for parameter in trained]
         try:
@@ -167,7 +168,7 @@ class MetaModule:
                     loss = torch.stack([output.float().square().mean() for output in self._outputs]).sum()
                     torch.autograd.backward(loss)
         finally:
-            self._counter, self._outputs = nullcontext(), []
+            self._counter, self._outputs, self._backward = nullcontext(), [], False
             for hook in hooks:
                 hook.remove()
             for parameter in self._network.parameters():
@@ -206,6 +207,8 @@ class MetaModule:
 
     def _run(self, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_to_meta, (args, kwargs))
+        if self._backward and not any(parameter.requires_grad for parameter in self._network.parameters()):
+            args, kwargs = tree_map(_with_gradient, (args, kwargs))  # of a frozen network, the gradient is that of its input
         with self._counter, self._cast:
             output = call(*args, **kwargs)
         self._outputs += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -223,6 +226,10 @@ def _detached(value: Any) -> Any:
 
 def _to_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _with_gradient(value: Any) -> Any:
+    return value.requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 class _Cast(TorchFunctionMode):

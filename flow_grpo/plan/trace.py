@@ -22,13 +22,14 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.meta_pipeline import BlockCall, load_for_plan
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.loading import add_trainable_weights
-from flow_grpo.policy.memory import apply_memory_settings
+from flow_grpo.policy.memory import apply_memory_settings, frozen_decoder
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import ModelFlopCounter
 from flow_grpo.progress import phase
 from flow_grpo.text import first_line
 
 PASSES = ("rollout", "update", "decoding")  # a forward pass without gradients, one with its backward pass, the VAE's
+REWARD_GRADIENT = "reward gradient"  # the VAE's with its backward pass, of objectives by reward gradients
 # How many times the bytes of its input and output cuDNN takes for a convolution in 16 bits: it copies both to the order channels-last.
 # Measured on an H200 for the VAE of SD3 and FLUX, at three sizes.
 CUDNN_WORKSPACE = 1.25
@@ -49,8 +50,8 @@ class ModelTrace:
         policy: the policy on the meta device.
         notes: sentences on what the trace could not look up: the model's config files, the shapes of the LoRA of `lora.init_from`.
         image_shape: (3, H, W) of the model's images, (F, 3, H, W) of videos.
-        bytes: the most bytes alive at once in each of `PASSES`, with 2 and with 4 rows.
-        operations: floating point operations of each of `PASSES`, with 2 rows.
+        bytes: the most bytes alive at once in each of `PASSES`, and in `REWARD_GRADIENT` if there is one, with 2 and with 4 rows.
+        operations: floating point operations of each of them, with 2 rows.
         forward_operations: those of the trained velocity without gradients, with 2 rows; a rollout's may have guidance.
         recomputed: those of `update` that gradient checkpointing computes again.
 
@@ -145,7 +146,17 @@ class ModelTrace:
         self._count_velocity(rows, counters["update"], training=True)
         with self.policy.pipe.vae.counting(counters["decoding"], False):
             self.decoded_shape(rows)
+        if self.args.objective.needs.reward_gradient:
+            counters[REWARD_GRADIENT] = counter()
+            self._count_decoder_gradient(rows, counters[REWARD_GRADIENT])
         return counters
+
+    def _count_decoder_gradient(self, rows: int, counter: Any) -> None:
+        """One backward pass through the decoder for each slice of `rows`, as of `decode_vjp`."""
+        pipe, size = self.policy.pipe, 1 if self.args.memory.vae_slicing else rows
+        for _ in range(rows // size):
+            with frozen_decoder(pipe), pipe.vae.counting(counter, True):
+                self.policy.decode_with_grad(torch.zeros(size, *self.latent_shape))
 
     def _count_velocity(self, rows: int, counter: Any, training: bool, guidance: float | None = None) -> None:
         model = self.policy.with_guidance(guidance)
