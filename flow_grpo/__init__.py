@@ -21,7 +21,7 @@ if (
 ):  # OpenMP reads it once: on a busy machine threads that spin while they wait cost 40 times the work and more
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "ImagePrompt", "Policy", "PromptSet", "load_policy"]
 
 _HOMES = {
