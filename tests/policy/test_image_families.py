@@ -1,5 +1,6 @@
 """The contract for pipelines whose prompts carry images: each row is the pipeline's own call with its own images."""
 
+import functools
 import inspect
 from unittest.mock import Mock
 
@@ -32,6 +33,9 @@ RED, DOG = ImagePrompt("a red cat", [picture(1)]), ImagePrompt("a big dog", [pic
 WIDE = ImagePrompt("a red cat", [picture(3, size=(64, 128))])
 TALL = ImagePrompt("a red cat", [picture(3, size=(128, 64))])  # its tensors have the shapes of the wide one's
 ROWS = torch.arange(2)
+STEPS = 2
+# What a family repeats of the others is tried with two kinds of states.
+TWO = [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("flux_kontext", "qwen_edit"))) for name in IMAGE_TINY]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,12 @@ def folders(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def unchanged(folders):
+    """A family's policy, for all tests that leave it as it is: what one encodes, the others need not."""
+    return functools.cache(functools.partial(loaded, folders))
+
+
 def loaded(folders, name: str, **more) -> Policy:
     tiny = IMAGE_TINY[name]
     size = {"height": tiny.size[0], "width": tiny.size[1]}
@@ -62,18 +72,18 @@ def loaded(folders, name: str, **more) -> Policy:
 
 
 def noise(policy: Policy, rows: int = 2) -> torch.Tensor:
-    _, shape = policy.schedule(3)
+    _, shape = policy.schedule(STEPS)
     return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(0))
 
 
 def velocity(policy: Policy, state: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-    schedule, _ = policy.schedule(3)
+    schedule, _ = policy.schedule(STEPS)
     with torch.no_grad():
         return policy.velocity(state, schedule.timesteps[1], policy.encode(prompts), torch.arange(len(prompts)))
 
 
 def ours(policy: Policy, state: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-    schedule, _ = policy.schedule(3)
+    schedule, _ = policy.schedule(STEPS)
     velocity = policy.velocity_fn(schedule, policy.encode(prompts), torch.arange(len(prompts)))
     return policy.decode(sampling.rollout(velocity, schedule, state).final)
 
@@ -88,23 +98,23 @@ def plain(pipe: DiffusionPipeline, name: str, policy: Policy, state: torch.Tenso
         call["latents"] = state.transpose(1, 2).unflatten(2, (height, width))
     if name == "flux_kontext":
         call["max_area"] = call["height"] * call["width"]
-    out = pipe(prompt=str(prompt), num_inference_steps=3, output_type="pt", **call)
+    out = pipe(prompt=str(prompt), num_inference_steps=STEPS, output_type="pt", **call)
     return images_to_tensor(out[0]).float().clamp(0, 1)
 
 
 @pytest.mark.parametrize("name", IMAGE_TINY)
-@pytest.mark.parametrize("guidance", [pytest.param(1.0, id="unguided"), pytest.param(3.0, id="guided")])
-def test_noise_0_is_the_pipelines_own_call_with_the_image(folders, name, guidance):
-    policy = loaded(folders, name, guidance=guidance)
+def test_noise_0_is_the_pipelines_own_call_with_the_image(folders, name):
+    """With guidance; without it a saved LoRA is compared below."""
+    policy = loaded(folders, name, guidance=3.0)
     pipe, state = DiffusionPipeline.from_pretrained(folders(name)), noise(policy)
     expected = torch.cat([plain(pipe, name, policy, state[i : i + 1], prompt) for i, prompt in enumerate((RED, DOG))])
     torch.testing.assert_close(ours(policy, state, [RED, DOG]), expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", IMAGE_TINY)
-def test_rows_of_a_batch_get_their_own_images(folders, name):
+def test_rows_of_a_batch_get_their_own_images(unchanged, name):
     """One text, so that the image is all that differs; a later batch must not get the images of the first."""
-    policy = loaded(folders, name)
+    policy = unchanged(name)
     prompts = [ImagePrompt("a red cat", [picture(seed)]) for seed in (1, 2)]
     state = noise(policy, 1).expand(5, *noise(policy).shape[1:])
     alone = [velocity(policy, state[:1], [prompt]) for prompt in (*prompts, WIDE, TALL)]
@@ -127,10 +137,10 @@ def test_a_pipeline_that_reads_images_past_the_recording_gets_a_call_for_each_pr
     assert policy.supports_images_per_row is False
 
 
-def test_rows_with_other_images_and_other_timesteps_share_a_call(folders):
-    policy = loaded(folders, "flux_kontext")
+def test_rows_with_other_images_and_other_timesteps_share_a_call(unchanged):
+    policy = unchanged("flux_kontext")
     state, prompts = noise(policy), [RED, ImagePrompt("a red cat", [picture(2)])]
-    timesteps = policy.schedule(3)[0].timesteps[:2]
+    timesteps = policy.schedule(STEPS)[0].timesteps[:2]
     with torch.no_grad():
         both = policy.velocity(state, timesteps, policy.encode(prompts), ROWS)
         assert policy.supports_images_per_row, "that was found out at one timestep"
@@ -152,8 +162,8 @@ def test_whether_images_share_a_call_is_tried_while_all_sharded_processes_are_al
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_several_images_and_their_order_count(folders, name):
-    policy = loaded(folders, name)
+def test_several_images_and_their_order_count(folders, unchanged, name):
+    policy = unchanged(name)
     both, swapped = (ImagePrompt("a red cat", [picture(a), picture(b)]) for a, b in ((1, 2), (2, 1)))
     state = noise(policy, 1).expand(3, *noise(policy).shape[1:])
     v = velocity(policy, state, [both, swapped, RED])
@@ -217,7 +227,7 @@ def brighter_than_source(images: torch.Tensor, prompts: list[str], source: torch
     return (images - source).flatten(1).mean(1)
 
 
-@pytest.mark.parametrize("name", IMAGE_TINY)
+@pytest.mark.parametrize("name", TWO)
 @pytest.mark.parametrize("method", ["grpo", "awm"])
 def test_two_training_steps_have_a_ratio_of_1_finite_losses_and_gradients(folders, name, method, tmp_path):
     sampled = {"steps": 3, "transition": "cps"} if method == "grpo" else {"steps": 3}
@@ -240,7 +250,7 @@ def test_two_training_steps_have_a_ratio_of_1_finite_losses_and_gradients(folder
         assert metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", IMAGE_TINY)
+@pytest.mark.parametrize("name", TWO)
 def test_doctor_says_that_it_can_be_trained(folders, name):
     results = list(check_model(loaded(folders, name)))
     assert "Prompts of a batch get their own images, and images change the result" in [result.name for result in results]

@@ -589,7 +589,7 @@ TINY = {
     "bria": Tiny(bria, {"max_sequence_length": 16}),
     "bria_fibo": Tiny(bria_fibo, {**SHORT, "negative_prompt": "ugly"}, size=(64, 96)),
     "longcat": Tiny(longcat),
-    "kandinsky5": Tiny(kandinsky5, SHORT, size=(64, 96), attributes={"resolutions": [(96, 64)]}),
+    "kandinsky5": Tiny(kandinsky5, {"max_sequence_length": 320}, size=(64, 96), attributes={"resolutions": [(96, 64)]}),
     "krea2": Tiny(krea2, {"max_sequence_length": 192}),
     "nucleus": Tiny(nucleus, {"return_index": -2, "max_sequence_length": 256}),
     "ernie": Tiny(ernie),
