@@ -3,13 +3,16 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from support.embedded import stir, tiny_policy
+from support.traces import known_trace
 
+from flow_grpo.plan import estimate
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
 from flow_grpo.report import page
@@ -88,3 +91,11 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the report and the curves, which take most of a short run's time and have tests of their own."""
     monkeypatch.setattr(page, "write", lambda folders, out: out)
     monkeypatch.setattr(tracker, "plot_curves", lambda folder: None)
+
+
+@pytest.fixture(scope="module")
+def known_traces() -> Iterator[None]:
+    """Plans and dry runs reuse the trace of an equal model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "ModelTrace", known_trace)
+        yield

@@ -12,7 +12,10 @@ from support.reward_servers import Stub
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run import DryRunReport, check_model, dry_run
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.plan import hardware
+from flow_grpo.plan import estimate
+from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.hardware import Rates
+from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.pipeline import FlowPipeline
@@ -24,8 +27,9 @@ SAMPLES = SAMPLE_REWARDS
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(hardware, "SECONDS", 0.0)  # a measurement of each block, and no more
+def quick(known_traces, monkeypatch):
+    """No measurement of this machine."""
+    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: Rates(1e12, 1e12))
 
 
 def refused(args: FlowGRPOConfig) -> str:
@@ -224,6 +228,7 @@ def test_a_dropped_reward_that_fails_is_a_warning(tmp_path):
 
 def test_a_size_that_the_model_does_not_draw_is_refused_by_dry_run_and_run(tmp_path, monkeypatch):
     """Some pipelines round the size without a word."""
+    monkeypatch.setattr(estimate, "ModelTrace", ModelTrace)  # of a pipeline with that fault
     args, real = short_run(tmp_path, "height=32", "width=80", "evaluation.prompts=null"), FlowPipeline.decode
     monkeypatch.setattr(FlowPipeline, "decode", lambda *given: real(*given)[..., :16, :64])
     for start in (dry_run, lambda args: FlowGRPOTrainer(args=args)):
