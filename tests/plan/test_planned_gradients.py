@@ -6,20 +6,22 @@ import pytest
 import support.small_policy as small
 import torch
 from support.embedded import tiny_policy
+from support.traces import two_blocks
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import OBJECTIVES
 from flow_grpo.plan.estimate import StepEstimator
-from flow_grpo.plan.trace import REWARD_GRADIENT, LiveBytesCounter
+from flow_grpo.plan.trace import REWARD_GRADIENT, LiveBytesCounter, ModelTrace
 from flow_grpo.trainer import FlowGRPOTrainer
 
 BY_GRADIENTS = [name for name, kind in OBJECTIVES.items() if kind.needs.reward_gradient]
 
 
 @pytest.mark.parametrize("sliced", [False, True])
-def test_the_decoders_backward_pass_takes_what_it_takes_of_a_real_decoder(sliced):
-    config = FlowGRPOConfig.from_yaml("compare/flowbp", [f"memory.vae_slicing={str(sliced).lower()}", "dtype=fp32"])
-    planned, policy = StepEstimator(config, cuda=False).trace.bytes, tiny_policy()
+def test_the_decoders_backward_pass_takes_what_it_takes_of_a_real_decoder(sliced, tmp_path):
+    settings = [f"memory.vae_slicing={str(sliced).lower()}", f"model={two_blocks(tmp_path / 'model')}"]
+    config = FlowGRPOConfig.from_yaml("compare/flowbp", settings)
+    planned, policy = ModelTrace(config, torch.float32, cuda=False, release_gradients=False).bytes, tiny_policy()
     for rows in (2, 4):
         x, counter = torch.randn(rows, *policy.schedule(2)[1]), LiveBytesCounter()
         with counter:
@@ -27,9 +29,10 @@ def test_the_decoders_backward_pass_takes_what_it_takes_of_a_real_decoder(sliced
         assert planned[rows][REWARD_GRADIENT] == pytest.approx(counter.peak, rel=0.03)
 
 
-def test_a_step_by_gradients_takes_more_memory_and_time_than_one_without():
+def test_a_step_by_gradients_takes_more_memory_and_time_than_one_without(tmp_path):
+    model = f"model={two_blocks(tmp_path / 'model')}"
     by_gradient, without = (
-        StepEstimator(FlowGRPOConfig.from_yaml("compare/flowbp", [f"objective={name}"]), cuda=False).estimate(32)
+        StepEstimator(FlowGRPOConfig.from_yaml("compare/flowbp", [model, f"objective={name}"]), cuda=True).estimate(32)
         for name in ("flowbp", "distill")
     )
     assert by_gradient.transient[REWARD_GRADIENT] > without.transient["decoding"]
