@@ -45,7 +45,7 @@ def export(
     [bold]flow-grpo export runs/tiny_ocr --out signs[/bold]
     [bold]flow-grpo export runs/tiny_ocr --format comfyui --dtype bf16 --out signs[/bold]
     [bold]flow-grpo export runs/tiny_ocr --merge --out signs-model[/bold]
-    [bold]flow-grpo export runs/tiny_ocr --merge --format comfyui --out signs-model[/bold]
+    [bold]flow-grpo export runs/tiny_ocr --merge --format comfyui --out signs-comfyui[/bold]
     [bold]flow-grpo export runs/tiny_ocr --best --out signs --push me/signs --private[/bold]
     """
     from flow_grpo.export.export import check_push, push_export

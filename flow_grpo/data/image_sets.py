@@ -16,7 +16,7 @@ from flow_grpo.config.loading import read_text
 from flow_grpo.data.grid import FIELD, ImageInfo, has_prompts, open_image, prompt_of, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout, GridOptions, layout_of
 from flow_grpo.data.prompt_files import read_table
-from flow_grpo.data.prompt_sources import FILE_NAME, folder_file, text_files
+from flow_grpo.data.prompt_sources import CAPTIONS, FILE_NAME, folder_file, text_files
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
@@ -30,7 +30,6 @@ GRID = "grid.png"  # of `sample`, and of GenEval: the images beside it once more
 SAMPLES = "samples"  # GenEval's folder of the images of one prompt, which the metadata.jsonl beside it has
 OF_SAMPLE = re.compile(r"\d{4,}_seed(-?\d+)\.(png|webp)")  # the name of an image or a video of `sample`, with its seed
 WITH_PROMPT = re.compile(r"(.+ .+)_\d{6}")  # the stem of an image of T2I-CompBench: its prompt and a number
-CAPTIONS = (".txt", ".caption")
 MAX_CAPTION = 1 << 20  # bytes
 MAX_DEPTH = 3  # of folders in folders
 FILE_COLUMNS = ("file_name", "file")

@@ -21,6 +21,7 @@ DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
 MAX_BYTES = 256 << 20  # of a downloaded file
 MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
 TEXT, ROW = "a text", "a dict by column"  # what a prompt in memory may be
+CAPTIONS = (".txt", ".caption")  # kohya's scripts have the second for the text of an image
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
 
 
@@ -40,7 +41,7 @@ def names_a_path(word: str) -> bool:
 def read_source(name: str) -> Table:
     """The rows of a file, a folder, the file at an address, or a hub data set.
 
-    A folder has a metadata.jsonl or .csv, or .txt files with a prompt each.
+    A folder has a metadata.jsonl or .csv, or .txt or .caption files with a prompt each.
 
     Raises:
         FlowGRPOError: there is none of that name, or it can't be read.
@@ -72,9 +73,11 @@ def folder_file(folder: Path) -> Path | None:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The .txt files of a folder, in natural order, without hidden ones."""
-    files = (file for file in folder.iterdir() if file.suffix.lower() == ".txt" and not file.name.startswith("."))
-    return sorted(files, key=lambda file: natural_key(file.name))
+    """The .txt files of a folder, or else its .caption files, in natural order, without hidden ones."""
+    shown = sorted(
+        (file for file in folder.iterdir() if not file.name.startswith(".")), key=lambda file: natural_key(file.name)
+    )
+    return next((found for end in CAPTIONS if (found := [file for file in shown if file.suffix.lower() == end])), [])
 
 
 def _folder_table(folder: Path) -> Table:
@@ -88,13 +91,16 @@ def _folder_table(folder: Path) -> Table:
     files = text_files(folder)
     if not files:
         raise FlowGRPOError(
-            f"{folder} is a folder without prompts: it has neither a metadata.jsonl or .csv nor .txt files. Give a prompt file in it."
+            f"{folder} is a folder without prompts: it has no metadata.jsonl or .csv and no .txt or .caption files. "
+            "Give a prompt file in it."
         )
     for file in files:
         check_regular(file, str(file), MAX_PROMPT_BYTES)
     rows = [{"prompt": read_text(file).strip(), FILE_NAME: file.name} for file in files]
     others = sum(not file.name.startswith(".") for file in folder.iterdir()) - len(files)
-    notes = (f"{folder}: {counted(others, 'file')} without the ending .txt left out.",) if others else ()
+    notes = (
+        (f"{folder}: {counted(others, 'file')} without the ending {files[0].suffix.lower()} left out.",) if others else ()
+    )
     return replace(table_of_rows(rows, [file.name for file in files]), folder=folder, notes=notes)
 
 

@@ -106,6 +106,18 @@ def test_a_folder_of_texts_is_a_prompt_set_for_sample_train_and_eval(texts):
     assert load_run_prompts(str(texts)) == read == read_prompt_source(str(texts), None)
 
 
+def test_captions_of_kohyas_scripts_are_prompts_where_there_is_no_text(tmp_path):
+    for name in ("b.caption", "a.caption", "a.png"):
+        (tmp_path / name).write_text(f"of {name}")
+    read = load_prompts(tmp_path)
+    assert (read.prompts, read.notes) == (
+        ["of a.caption", "of b.caption"],
+        (f"{tmp_path}: 1 file without the ending .caption left out.",),
+    )
+    (tmp_path / "a.txt").write_text("text")
+    assert load_prompts(tmp_path).prompts == ["text"]
+
+
 def test_sample_takes_no_file_or_folder_for_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
