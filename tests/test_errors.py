@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import small_policy as small
 
-from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
+from flow_grpo import FlowGRPOConfig
 from flow_grpo.cli.console import exit_on_error
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, RetryableError, is_retryable
@@ -68,6 +69,7 @@ def test_an_error_that_nobody_foresaw_keeps_its_traceback(error):
         raise error
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_step_that_fails_by_a_library_is_rolled_back_and_the_run_goes_on_to_the_same_metrics(tmp_path, monkeypatch):
     settings = [
         "steps=2",
@@ -76,13 +78,12 @@ def test_a_step_that_fails_by_a_library_is_rolled_back_and_the_run_goes_on_to_th
         "microbatch=4",
         "evaluation.prompts=null",
         "trackers=[]",
+        "dtype=fp32",
+        "rewards={jpeg_size: 1}",
     ]
 
-    def trainer(name, *more):
-        args = FlowGRPOConfig.from_yaml(
-            "tiny_ocr", [*settings, "rewards={jpeg_size: 1}", f"output_dir={tmp_path / name}", *more]
-        )
-        return FlowGRPOTrainer(args=args)
+    def trainer(name):
+        return small.trainer(FlowGRPOConfig.from_yaml("tiny_ocr", [*settings, f"output_dir={tmp_path / name}"]))
 
     whole, failing = trainer("whole"), trainer("failing")
     whole.train()

@@ -13,15 +13,28 @@ from support.cli_process import begin, run
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 from support.sample_rewards import nan, raises
+from support.traces import two_blocks
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.doctor import resources
 from flow_grpo.doctor.result import ERROR, OK, CheckResult, conclusion, show
 from flow_grpo.doctor.run import RunChecks, run_checks
+from flow_grpo.plan import estimate
+from flow_grpo.plan.estimate import StepEstimator
+from flow_grpo.plan.hardware import Rates
+from flow_grpo.plan.trace import ModelTrace
 
 
-def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path):
+def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path, monkeypatch):
+    # what a step costs is known sooner of a model with fewer blocks, and without a measurement
+    small = two_blocks(tmp_path / "model")
+
+    def traced(args, *more, **given):
+        return ModelTrace(args.model_copy(update={"model": str(small)}), *more, **given)
+
+    monkeypatch.setattr(estimate, "ModelTrace", traced)
+    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: Rates(1e12, 1e12))
     settings = [
         "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "objective.window={schedule: fixed, size: 2}",
         "objective.keep_graphs=false", "lora.targets=[to_q, to_out.0]",

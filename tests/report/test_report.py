@@ -414,7 +414,7 @@ def test_a_folder_without_a_run_is_refused_in_a_clear_error(tmp_path):
 
 
 def test_a_real_run_writes_its_report_at_each_evaluation(tmp_path):
-    args = short_run(tmp_path / "run", "steps=4", "evaluation.every=2", "evaluation.max_prompts=10")
+    args = short_run(tmp_path / "run", "steps=4", "evaluation.every=2", "evaluation.max_prompts=4")
     FlowGRPOTrainer(args=args.model_copy(update={"steps": 2})).train()
     early = Page(tmp_path / "run" / "report.html").data["runs"][0]
     assert [frame["step"] for frame in early["frames"]] == [0, 2]

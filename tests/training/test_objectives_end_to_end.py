@@ -47,8 +47,14 @@ pytestmark = pytest.mark.usefixtures("no_report")
 QUICK = ("grpo", "awm")  # one of steps, one of final latents
 
 
-@pytest.mark.parametrize("transition", STOCHASTIC)
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "transition"),
+    [  # each objective and each transition; the rest repeat them
+        pytest.param(name, transition, marks=[pytest.mark.slow] * (name != "grpo" and transition != "cps"))
+        for name in STEPS
+        for transition in STOCHASTIC
+    ],
+)
 def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition):
     dtype = "bf16" if transition in ("cps", "flow_sde") else "fp32"
     several = [] if name == "reinforce" else ["updates=2", "epochs=2"]
@@ -64,19 +70,19 @@ def test_the_ratio_is_exactly_1_for_every_combination(tmp_path, name, transition
 )
 def test_every_objective_raises_its_reward(tmp_path, name):
     """Of two short runs that differ in the sign of the reward, the one that is paid for brightness draws brighter images."""
+    steps, lr, images = (2, 1.6e-2, 4) if name in QUICK else (4, 8e-3, 8)
     ends = []
     for sign in (1, -1):
         run = short_run(
             tmp_path / str(sign),
             *objective(name),
             f"rewards={{'{BRIGHT}': {sign}}}",
-            "steps=4",
-            "images_per_prompt=8",
-            "microbatch=16",
-            "optimizer.lr=8e-3",
+            f"images_per_prompt={images}",
+            f"microbatch={2 * images}",
+            f"optimizer.lr={lr}",
         )
         trainer = FlowGRPOTrainer(args=run)
-        for _ in range(4):
+        for _ in range(steps):
             trainer.training_step()
         ends.append(trainer.evaluate().means()["brightness"])
     assert ends[0] - ends[1] > 0.005
