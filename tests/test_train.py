@@ -160,6 +160,7 @@ def test_a_run_lost_in_its_first_step_can_be_resumed(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_report")
+@pytest.mark.usefixtures("no_report")
 def test_training_raises_the_reward(tmp_path):
     """Of two short runs that differ in the sign of the reward, the one that is paid for brightness ends brighter."""
     ends = []
@@ -168,7 +169,7 @@ def test_training_raises_the_reward(tmp_path):
         run = short_run(
             tmp_path / str(weight),
             f"rewards={{'{reward}': {weight}}}",
-            "steps=5",
+            "steps=3",
             "optimizer.lr=1.6e-2",
         )
         FlowGRPOTrainer(args=run).train()
