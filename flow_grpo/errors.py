@@ -4,6 +4,7 @@ import errno
 
 from flow_grpo.text import visible
 
+PEER_LOST = 76  # exit status of a process that ends because of another one of its run
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have space later
 
 
@@ -22,6 +23,18 @@ class FlowGRPOError(ValueError):
 
 class RetryableError(FlowGRPOError):
     """What the same command may not meet again: a reward server that is down, a hub that can't be reached, a folder in use."""
+
+
+class PeerLost(RetryableError):
+    """Another process of the run has failed or is gone, which ends this one.
+
+    Attributes:
+        is_spokesman: whether this process prints it, one for each host.
+    """
+
+    def __init__(self, sentence: object = "", is_spokesman: bool = False) -> None:
+        super().__init__(sentence)
+        self.is_spokesman = is_spokesman
 
 
 def is_retryable(error: BaseException | None) -> bool:

@@ -86,7 +86,7 @@ def short_name(name: str) -> str:
     return str(name).rpartition(":")[2].rstrip("/").rpartition("/")[2]
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class if it has none."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return re.sub(r"(?<=\d)\.(?=[A-Z])", ". ", line)  # diffusers leaves out the space between some of its sentences

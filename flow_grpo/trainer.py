@@ -65,19 +65,23 @@ class FlowGRPOTrainer:
             processes=run.processes,
         )
 
-    def train(self, resume: bool | str | Path = False) -> dict[str, float]:
-        """Run to the last step; returns the last evaluation's numbers.
+    def train(self, resume: bool | str | Path | None = None) -> dict[str, float]:
+        """Run to the last step; returns the last evaluation's numbers. Several processes part then, if they met for this run.
 
         Args:
-            resume: True goes on from the newest checkpoint of `args.output_dir`; the folder of one of its checkpoints, from that one.
+            resume: True goes on from the newest checkpoint of `args.output_dir`; the folder of one of its checkpoints, from that one;
+                "auto" goes on if there is a checkpoint, else starts. By default a new run is started, or "auto" under a launcher that
+                restarts processes (torchrun --max-restarts, a requeued SLURM job).
 
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved. A second Ctrl-C ends a command at once.
+            PeerLost: another process of the run has failed or is gone.
             FlowGRPOError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
                 could not be written.
         """
         self.processes.stop_requested = False
         with (
+            self.processes.together(to_the_end=True),
             self.state.explain_write_errors(),
             ExitStack() as lock,
             Tracker(self.folder, self.args.steps, silent=not self.processes.is_main, on_log=self.callbacks.log) as tracker,
@@ -190,12 +194,13 @@ class FlowGRPOTrainer:
     def _interrupt(self) -> None:
         self.processes.stop_requested = True
 
-    def _start_or_resume(self, tracker: Tracker, resume: bool | str | Path, lock: ExitStack) -> None:
+    def _start_or_resume(self, tracker: Tracker, resume: bool | str | Path | None, lock: ExitStack) -> None:
         """Create the run folder, or go on from its newest checkpoint, or from the one that `resume` is the folder of."""
-        main, step = self.processes.is_main, opening.resumed_step(self.folder, resume)
-        self.processes.gather_or_raise(lambda: self.state.open_folder(bool(resume), lock, tracker.info) if main else None)
-        if not resume:
-            self.processes.gather_or_raise(lambda: self._start(tracker) if main else None)
+        main = self.processes.is_main
+        resumes, step = self.processes.on_main(lambda: opening.how_to_resume(self.folder, resume))
+        self.processes.on_main(lambda: self.state.open_folder(resumes, lock, tracker.info))
+        if not resumes:
+            self.processes.on_main(lambda: self._start(tracker))
             self.save()  # a run that is lost before its first checkpoint can be resumed too
             return
         self.state.resume(tracker.info, step)

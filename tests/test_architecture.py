@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"types", "sde", "advantages", "objectives", "text"},
     "data": {"types", "sampling", "config", "rewards"} | LEAVES,
     "policy": {"types", "sampling", "config", "distributed", "rewards"} | LEAVES,
-    "run_folder": {"config", "types", "data", "policy"} | LEAVES,
+    "run_folder": {"config", "types", "data", "policy", "distributed"} | LEAVES,
     "tracking": {"config", "run_folder"} | LEAVES,
     "report": {"config", "run_folder", "evaluation", "rewards"} | LEAVES,  # evaluation.hacking: what the monitor watches
     "training": {"config", "data", "distributed", "policy", "rewards", "run_folder"} | ALGORITHM | LEAVES,

@@ -26,7 +26,8 @@ from flow_grpo.cli.report import report
 from flow_grpo.cli.sample import sample
 from flow_grpo.cli.score import score
 from flow_grpo.cli.serve import serve
-from flow_grpo.cli.train import train
+from flow_grpo.cli.train import NEWEST, train
+from flow_grpo.distributed.launchers import AUTO
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import show_phases
@@ -68,7 +69,18 @@ class SettingsCommand(TyperCommand):
             if option.startswith("--") and option not in (*options, "--help") and (path := _setting(option)):
                 following = next((next_word for next_word in args[i + 1 : i + 2] if not next_word.startswith("--")), "VALUE")
                 raise FlowGRPOError(f"{option} is a setting and no option: write {path}={value if equals else following}.")
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, _with_value_of_resume(args))
+
+
+def _with_value_of_resume(words: list[str]) -> list[str]:
+    """`--resume` and `--resume auto` with their values, since another word after it is the config."""
+    found: list[str] = []
+    for word in words:
+        if word == AUTO and found[-1:] == [f"--resume={NEWEST}"]:
+            found[-1] = f"--resume={AUTO}"
+        else:
+            found.append(f"--resume={NEWEST}" if word == "--resume" else word)
+    return found
 
 
 def _setting(option: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from flow_grpo.errors import FlowGRPOError, is_retryable
+from flow_grpo.errors import PEER_LOST, FlowGRPOError, PeerLost, is_retryable
 from flow_grpo.progress import PhaseProgress, phase, replace_unprintable, show_phases
 from flow_grpo.text import escape_markup, visible
 
@@ -140,6 +140,11 @@ def exit_on_error() -> Iterator[None]:
     """
     try:
         yield
+    except PeerLost as error:
+        if error.is_spokesman:
+            _print_error(str(error))
+        sys.stdout.flush()
+        os._exit(PEER_LOST)  # a normal exit would wait for the other process
     except (FlowGRPOError, OSError) as error:
         if not isinstance(error, FlowGRPOError) and error.filename is None:
             raise
@@ -149,7 +154,6 @@ def exit_on_error() -> Iterator[None]:
             str(error), is_shared=getattr(error, "is_shared", False), status=TEMPORARY if is_retryable(error) else USER_ERROR
         )
     except RuntimeError as error:
-        _exit_if_another_rank_failed(error)
         if type(error).__name__ != "OutOfMemoryError":
             raise
         fail("the device ran out of memory: set a smaller microbatch, or smaller images by height and width.")
@@ -163,16 +167,9 @@ def fail(message: str, is_shared: bool = False, status: int = USER_ERROR) -> Non
     """
     if os.environ.get("RANK", "0") != "0":
         time.sleep(SHARED_ERROR_DELAY if is_shared else RANK_ERROR_DELAY)
-    errors.print(f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+    _print_error(message)
     sys.exit(status)
 
 
-def _exit_if_another_rank_failed(error: RuntimeError) -> None:
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        return
-    from flow_grpo.distributed.processes import PEER_LOST, is_peer_lost
-
-    if is_peer_lost(error):
-        time.sleep(1)  # by then the launcher knows which rank failed
-        sys.stdout.flush()
-        os._exit(PEER_LOST)  # a normal exit would wait for the other rank
+def _print_error(message: str) -> None:
+    errors.print(f"[bold red]error[/bold red]: {escape_markup(' '.join(message.split()))}", highlight=False, soft_wrap=True)

@@ -1,7 +1,6 @@
 """`flow-grpo train`: fine-tune a model by a config."""
 
 import os
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,13 +15,22 @@ if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
 
 DEFAULT_CONFIG = "tiny_ocr"
+NEWEST = "newest"  # `--resume` without a word
 PROCESSES_PER_CORE = 4  # more would only wait for each other
 
 
 def train(
     config: ConfigName = DEFAULT_CONFIG,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in the run folder.")] = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Continue from the newest checkpoint in the run folder; with `auto`, start if there is none.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -53,9 +61,12 @@ def train(
     [bold]flow-grpo train my.yaml --resume[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.distributed.launchers import AUTO
     from flow_grpo.distributed.parent import end_with_launcher
 
     overrides = overrides or []
+    if resume not in (None, NEWEST, AUTO):
+        raise FlowGRPOError(f"--resume={resume}: write --resume, or --resume auto, which starts if there is no checkpoint.")
     if "=" in config:  # the first word is a setting: it overrides the default config
         config, overrides = DEFAULT_CONFIG, [config, *overrides]
     args = FlowGRPOConfig.from_yaml(config, overrides)
@@ -64,17 +75,18 @@ def train(
         if not dry_run:
             return
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
-        options = [*(["--resume"] if resume else []), *(["--profile", str(profile)] if profile else [])]
+        options = [*([f"--resume={resume}"] if resume else []), *(["--profile", str(profile)] if profile else [])]
         raise typer.Exit(_launch(num_processes, config, overrides, options, Path(args.output_dir)))
     end_with_launcher()
+    how = True if resume == NEWEST else resume
     if dry_run:
-        _check(args, num_processes, resume)
+        _check(args, num_processes, how)
     else:
-        _train(args, config, overrides, resume=resume, profile=profile)
+        _train(args, how, profile)
 
 
 @without_library_messages
-def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool) -> None:
+def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool | str | None) -> None:
     from flow_grpo.doctor.dry_run import dry_run
 
     for line in dry_run(args, num_processes, resume):
@@ -82,14 +94,18 @@ def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool) -> None:
 
 
 @without_library_messages
-def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], *, resume: bool, profile: int | None) -> None:
+def _train(args: "FlowGRPOConfig", resume: bool | str | None, profile: int | None) -> None:
     """Train in this process. If the user stops it, say how to continue and exit with the status of an interrupt."""
     with without_collection():
+        from flow_grpo.distributed.launchers import go_on
+        from flow_grpo.distributed.processes import Processes
         from flow_grpo.tracking.profiler import TrainingProfiler
         from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
         from flow_grpo.training.early_checks import check_output
 
-        check_output(Path(args.output_dir), resume)
+        processes = Processes.from_environment(args.device)
+        with processes.together():
+            processes.on_main(lambda: check_output(Path(args.output_dir), resume))
         profilers = [TrainingProfiler(profile)] if profile else []
         trainer = FlowGRPOTrainer(args=args, callbacks=profilers)
     try:
@@ -97,18 +113,17 @@ def _train(args: "FlowGRPOConfig", config: str, overrides: list[str], *, resume:
     except Interrupted:
         if trainer.processes.is_main:
             say("")
-            say(f"Stopped; the run is saved. Go on with: {_command(config, overrides, True, trainer.processes.world_size)}")
-        trainer.processes.destroy()
+            say(f"Stopped; the run is saved. Go on with: {go_on('--resume')}")
         raise typer.Exit(INTERRUPTED) from None
     for profiler in profilers:
         if profiler.written:
             say(f"profile: {profiler.written}")
-    trainer.processes.destroy()
 
 
 def _launch(num_processes: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
     """Train in several processes and return their exit status. ValueError with the command to continue if one dies."""
     from flow_grpo.distributed.launch import RankDied, launch
+    from flow_grpo.distributed.launchers import go_on
     from flow_grpo.run_folder import checkpoint, layout
 
     if num_processes > (max_processes := PROCESSES_PER_CORE * (os.cpu_count() or 1)):
@@ -123,10 +138,4 @@ def _launch(num_processes: int, config: str, overrides: list[str], options: list
             f"The checkpoint of step {saved[0]} is saved. Go on with" if saved else "Nothing was saved. Start again with"
         )
         kind = RetryableError if error.status < 0 else FlowGRPOError  # killed, such as for memory or by a scheduler
-        raise kind(f"{error} {advice}: {_command(config, overrides, bool(saved), num_processes)}") from None
-
-
-def _command(config: str, overrides: list[str], resume: bool, processes: int) -> str:
-    """The command line that starts or resumes a run."""
-    launch_options = [] if processes == 1 else ["--num-processes", str(processes)]
-    return shlex.join(["flow-grpo", "train", config, *overrides, *(["--resume"] if resume else []), *launch_options])
+        raise kind(f"{error} {advice}: {go_on('--resume' if saved else '')}") from None

@@ -10,7 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.run import parse_args, run
 
 from flow_grpo.distributed.parent import LAUNCHER
-from flow_grpo.distributed.processes import PEER_LOST
+from flow_grpo.errors import PEER_LOST
 
 INTERRUPTED = 130
 # As `python -m flow_grpo`, but a folder flow_grpo/ in the working folder does not hide the package.

@@ -8,6 +8,7 @@ processes, up to the order in which numbers are added.
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from flow_grpo.distributed.parent import end_with_launcher
-from flow_grpo.errors import FlowGRPOError, RetryableError, is_retryable
+from flow_grpo.distributed.peers import Peers, meet, peers_of_found_group
+from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError, is_retryable
 from flow_grpo.text import first_line
 
-PEER_LOST = 76  # exit status of a process that lost its connection to another one
 Value = TypeVar("Value")
 BUCKET_NUMEL = 2**26  # approximate size of a message between processes, which is copied once
-# How long a process waits for another one that runs: between devices for what all compute alike, and for a value for as long as rewards
-# may take, of which `human` waits for a person. A process that has ended breaks its connections at once.
+# How long a process waits for another one that lives, as its peers see: between devices for what all compute alike, and for a value for
+# as long as rewards may take, of which `human` waits for a person.
 DEVICE_TIMEOUT, VALUE_TIMEOUT = timedelta(hours=1), timedelta(days=7)
 
 
@@ -38,39 +39,95 @@ class Processes:
         stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
     """
 
+    joined: "Processes | None" = None  # the several processes that this one has joined
+
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
         self.stop_requested = False
+        self.peers: Peers | None = None
+        self._is_found = False
 
     @classmethod
     def from_environment(cls, device: str | None = None) -> "Processes":
         """Join the processes that the launcher's environment names, each on its own device. The process ends with the launcher.
 
+        A second call returns those that the first one joined. A process group that is there already is used as it is.
+
         Raises:
             FlowGRPOError: the processes can't connect.
         """
-        rank, world_size = (_whole_number(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        if not 0 <= rank < max(world_size, 1):
-            raise FlowGRPOError(
-                f"RANK={rank}, but WORLD_SIZE={world_size} processes have the ranks 0 to {world_size - 1}: start them by torchrun, "
-                "`accelerate launch` or --num-processes, or unset RANK and WORLD_SIZE."
-            )
+        if cls.joined is not None:
+            return cls.joined
+        is_found = torch.distributed.is_initialized()
+        rank, world_size = _place_in_group() if is_found else _place_in_environment()
         if world_size < 2:
             return cls(device=device)
         end_with_launcher()
+        cpu = device == "cpu" or not torch.cuda.is_available()
+        processes = cls._join_found(cpu) if is_found else cls._join_new(rank, world_size, cpu)
+        processes._is_found, cls.joined = is_found, processes
+        return processes
+
+    @classmethod
+    def _join_new(cls, rank: int, world_size: int, cpu: bool) -> "Processes":
+        peers = meet(rank, world_size)
+        try:
+            processes = cls._join(cpu, store=peers.store, rank=rank, world_size=world_size, timeout=DEVICE_TIMEOUT)
+        except RuntimeError as error:
+            peers.tell(error)
+            raise RetryableError(
+                f"the {world_size} processes on {', '.join(sorted(set(peers.hosts)))} can't connect ({first_line(error)}): set "
+                "GLOO_SOCKET_IFNAME to the network interface by which they reach each other."
+            ) from error
+        processes.peers = peers
+        peers.store.set_timeout(DEVICE_TIMEOUT)  # NCCL connects later
+        return processes
+
+    @classmethod
+    def _join_found(cls, cpu: bool) -> "Processes":
+        processes = cls._join(cpu)
+        processes.peers = peers_of_found_group()
+        return processes
+
+    @classmethod
+    def _join(cls, cpu: bool, **group: Any) -> "Processes":
         from accelerate import PartialState
 
+        state = PartialState(cpu=cpu, **group)
+        value_group = torch.distributed.new_group(backend="gloo", timeout=VALUE_TIMEOUT)
+        return cls(*_place_in_group(), str(state.device), value_group)
+
+    @contextmanager
+    def together(self, to_the_end: bool = False) -> Iterator[None]:
+        """End all processes by an error of this one within the block, and this one by an error of another.
+
+        Args:
+            to_the_end: the processes part after the block, with or without an error.
+
+        Raises:
+            PeerLost: another process has failed or is gone.
+        """
         try:
-            state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=DEVICE_TIMEOUT)
-            value_group = torch.distributed.new_group(backend="gloo", timeout=VALUE_TIMEOUT)
-        except RuntimeError as error:
-            address = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-            reason = first_line(error).rstrip(".")
-            raise RetryableError(
-                f"the {os.environ['WORLD_SIZE']} processes of the run don't meet at {address} ({reason}): set MASTER_PORT to a port "
-                "that no other program uses, MASTER_ADDR to the machine of rank 0, and GLOO_SOCKET_IFNAME to the network interface."
-            ) from error
-        return cls(state.process_index, state.num_processes, str(state.device), value_group)
+            yield
+        except BaseException as error:
+            lost = self._end_by(error)
+            self.destroy()
+            if lost is not None and lost is not error:
+                raise lost from error
+            raise
+        if to_the_end:
+            self.destroy()
+
+    def _end_by(self, error: BaseException) -> PeerLost | None:
+        """Tell the peers of an error that is this process's own; else return what ended the run."""
+        if self.peers is None or getattr(error, "is_shared", False) or type(error).__name__ == "Interrupted":
+            return None
+        if isinstance(error, PeerLost):
+            return error
+        if isinstance(error, RuntimeError) and is_peer_lost(error):
+            return self.peers.reason()
+        self.peers.tell(error)
+        return None
 
     @property
     def is_main(self) -> bool:
@@ -78,11 +135,16 @@ class Processes:
         return self.rank == 0
 
     def should_stop(self) -> bool:
-        """Whether to leave a wait that all processes end together."""
+        """Whether to leave a wait that all processes end together. PeerLost if another process has failed or is gone."""
+        self._check_peers()
         return self.stop_requested
 
     def should_stop_alone(self) -> bool:
-        """Whether to leave what other processes take part in, such as a forward pass. Several stop where they communicate."""
+        """Whether to leave what other processes take part in, such as a forward pass. Several stop where they communicate.
+
+        PeerLost if another process has failed or is gone.
+        """
+        self._check_peers()
         return self.world_size == 1 and self.stop_requested
 
     def owner(self, group: Tensor) -> Tensor:
@@ -97,9 +159,18 @@ class Processes:
         """The values of all processes, by rank. Every process must call this."""
         if self.world_size == 1:
             return [value]
+        if Processes.joined is not self:
+            raise FlowGRPOError(
+                "the processes of the run have parted at the end of train(): what they do together after it needs a process group of "
+                "your own, made before by torch.distributed.init_process_group()."
+            )
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, self.value_group)
         return values
+
+    def on_main(self, call: Callable[[], Value]) -> Value:
+        """What `call` returns in the main process, which alone calls it. An error of it is raised in all."""
+        return self.gather_or_raise(lambda: call() if self.is_main else None)[0]  # type: ignore[return-value]
 
     def gather_or_raise(
         self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (FlowGRPOError,)
@@ -126,11 +197,23 @@ class Processes:
         return [value for value, _ in parts]  # type: ignore[misc]
 
     def destroy(self) -> None:
-        """Leave the process group, at the end of a run."""
-        if self.world_size > 1:
-            # with torch 2.6 this hangs where a thread of gloo still waits for the GIL after its last message
-            time.sleep(0.2)
-            torch.distributed.destroy_process_group()
+        """Leave the process group at the end of a run, and destroy it if it was made for it."""
+        if Processes.joined is not self:
+            return
+        Processes.joined = None
+        if self.peers is not None:
+            self.peers.leave()
+        # with torch 2.6 this hangs where a thread of gloo still waits for the GIL after its last message
+        time.sleep(0.2)
+        torch.distributed.destroy_process_group(self.value_group if self._is_found else None)
+        if not self._is_found:
+            from accelerate import PartialState
+
+            PartialState._reset_state()  # it would take the group for one that is there
+
+    def _check_peers(self) -> None:
+        if self.peers is not None:
+            self.peers.raise_end()
 
     def any(self, value: bool) -> bool:
         """Whether a flag is true on any process. Every process must call it."""
@@ -178,6 +261,22 @@ class Processes:
         if not fitting:
             raise FlowGRPOError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
         return fitting[-1]
+
+
+def _place_in_group() -> tuple[int, int]:
+    """Rank and number of processes in the process group that somebody has made."""
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _place_in_environment() -> tuple[int, int]:
+    """The same as the launcher has set them."""
+    rank, world_size = (_whole_number(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if not 0 <= rank < max(world_size, 1):
+        raise FlowGRPOError(
+            f"RANK={rank}, but WORLD_SIZE={world_size} processes have the ranks 0 to {world_size - 1}: start them by torchrun, "
+            "`accelerate launch` or --num-processes, or unset RANK and WORLD_SIZE."
+        )
+    return rank, world_size
 
 
 def _whole_number(name: str, default: str) -> int:

@@ -25,7 +25,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 from flow_grpo.rewards.scopes import ALL, frames_of
-from flow_grpo.run_folder.opening import check_begun
+from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.training import early_checks
 from flow_grpo.training.early_checks import check_frames, check_scope
 from flow_grpo.training.offline import load_examples
@@ -62,7 +62,7 @@ class DryRunReport:
         return [*lines, "The settings go together, as far as they could be checked; nothing was trained."]
 
 
-def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) -> list[str]:
+def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool | str | None = None) -> list[str]:
     """Check everything that a run of `num_processes` processes starts with, as far as it needs no weights of the model.
 
     It downloads nothing but prompts and the model's configs.
@@ -87,10 +87,10 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool = False) 
     return report.lines()
 
 
-def _check_begun(folder: Path, resume: bool, report: DryRunReport) -> None:
+def _check_begun(folder: Path, resume: bool | str | None, report: DryRunReport) -> None:
     """Last, since a run of the same settings is often there, and its folder would hide every other error."""
     try:
-        check_begun(folder, resume)
+        check_begun(folder, how_to_resume(folder, resume)[0])
     except ValueError as error:
         report.notes.append(f"warning: a run would be refused: {error}")
     else:

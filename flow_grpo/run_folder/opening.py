@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.resume import changes
+from flow_grpo.distributed.launchers import AUTO, restarts
 from flow_grpo.errors import FlowGRPOError, RetryableError
 from flow_grpo.files import MAX_JSON, WriteError, regular_bytes, remove, write_atomic, write_errors
 from flow_grpo.policy.devices import device_name
@@ -144,27 +145,32 @@ def write_machine(folder: Path, device: torch.device, dtype: torch.dtype, proces
     write_atomic(folder / layout.MACHINE, json.dumps(content))
 
 
-def resumed_step(folder: Path, resume: bool | str | Path) -> int | None:
-    """The step of the checkpoint to resume from; None for the newest.
+def how_to_resume(folder: Path, resume: bool | str | Path | None) -> tuple[bool, int | None]:
+    """Whether to resume, and the step of the checkpoint to resume from; None for the newest.
 
     Args:
-        resume: True, the run folder, or the folder of one of its checkpoints.
+        resume: True, the run folder, the folder of one of its checkpoints, False, or `AUTO`: if there is a checkpoint. None is AUTO
+            under a launcher that restarts the processes, else False.
 
     Raises:
         FlowGRPOError: it is the path of something else.
     """
+    if resume is None:
+        resume = AUTO if restarts() else False
+    if resume == AUTO:
+        resume = bool(checkpoint.steps(folder / layout.CHECKPOINTS))
     if isinstance(resume, bool):
-        return None
+        return resume, None
     path, checkpoints = Path(resume).expanduser().resolve(), folder.resolve() / layout.CHECKPOINTS
     if path in (checkpoints.parent, checkpoints):
-        return None
+        return True, None
     step = layout.step_of(path)
     if step is None or path != layout.step_folder(checkpoints, step) or step not in checkpoint.steps(checkpoints):
         raise FlowGRPOError(
             f"resume={resume} is neither the run folder {folder} nor one of its checkpoints: set output_dir to the run's folder, and "
             "resume=True for its newest checkpoint."
         )
-    return step
+    return True, step
 
 
 def read_checkpoint(folder: Path, step: int | None, info: Callable[[str], None]) -> dict[str, Any]:

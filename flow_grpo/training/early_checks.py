@@ -15,7 +15,7 @@ from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import Reward
 from flow_grpo.rewards.scopes import GROUP, scope_of
-from flow_grpo.run_folder.opening import check_begun
+from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.training.losses import check_options, load_custom_function
 
 
@@ -81,10 +81,10 @@ def check_frames(args: FlowGRPOConfig, policy: FlowPipeline) -> None:
             )
 
 
-def check_output(folder: Path, resume: bool) -> None:
+def check_output(folder: Path, resume: bool | str | None) -> None:
     """Check that the run folder can be written, and that it holds a run exactly if one is to be resumed."""
     check_writable(folder)
-    check_begun(folder, resume)
+    check_begun(folder, how_to_resume(folder, resume)[0])
 
 
 def check_writable(folder: Path) -> None:

@@ -256,6 +256,20 @@ def build_run(
     Raises:
         FlowGRPOError: whatever does not fit, in one sentence.
     """
+    processes = Processes.from_environment(args.device)  # first: what is wrong on one machine is said by all
+    with processes.together():
+        return _build_run(processes, args, model, reward_funcs, train_dataset=train_dataset, eval_dataset=eval_dataset)
+
+
+def _build_run(
+    processes: Processes,
+    args: FlowGRPOConfig,
+    model: Any,
+    reward_funcs: Any,
+    *,
+    train_dataset: Prompts | None,
+    eval_dataset: Prompts | None,
+) -> RunParts:
     pipe = pipeline_of(model)
     model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
     prompts = model_args.training_prompts if train_dataset is None else train_dataset
@@ -265,7 +279,6 @@ def build_run(
     args = run_args.with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
-    processes = Processes.from_environment(args.device)
     early_checks.check_settings(args, processes.world_size)
     early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)

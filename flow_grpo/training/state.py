@@ -269,13 +269,20 @@ class RunState:
         return opening.explain_write_errors(self.folder)
 
     def resume(self, info: Callable[[str], None], step: int | None = None) -> None:
-        """Restore the checkpoint of a step, by default the newest readable one. Every process must call it.
+        """Restore the checkpoint of a step, by default the newest that rank 0 can read. Every process must call it.
 
         Raises:
             FlowGRPOError: it is damaged, or all are, or it is of other settings.
         """
-        self.load_state_dict(opening.read_checkpoint(self.folder, step, info))
-        self.processes.all_gather(None)  # all have read it
+        state: dict[str, Any] = {}
+
+        def read_step(number: int | None) -> int:
+            state.update(opening.read_checkpoint(self.folder, number, info))
+            return state["step"]
+
+        step = self.processes.on_main(lambda: read_step(step))
+        self.processes.gather_or_raise(lambda: None if self.processes.is_main else read_step(step))
+        self.load_state_dict(state)
         if self.processes.is_main:
             self._rewind(info)
 

@@ -34,7 +34,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.distributed.launch import first_dead
-from flow_grpo.distributed.processes import PEER_LOST, Processes, _buckets
+from flow_grpo.distributed.processes import Processes, _buckets
+from flow_grpo.errors import PEER_LOST
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.opening import locked
 
@@ -109,7 +110,7 @@ def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def go_on(file: Path, step: int) -> str:
-    command = f"flow-grpo train {file} --resume --num-processes 2"
+    command = f"{Path(sys.executable).name} -m flow_grpo train {file} --num-processes=2 --resume"
     return f"which ended the run. The checkpoint of step {step} is saved. Go on with: {command}\n"
 
 
@@ -121,9 +122,8 @@ def test_one_that_is_killed_ends_all_and_is_named_with_the_command_to_go_on(tmp_
     output = finished(process, code=75)
     step = checkpoint.steps(tmp_path / "run" / "checkpoints")[0]
     assert step >= 1, "the other one saves its last whole step"
-    assert (
-        "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, step) in output
-    )
+    sentence = "error: rank 1 of 2 was ended by SIGKILL (as the system does when memory runs out), " + go_on(file, step)
+    assert sentence in output, output
     assert "Traceback" not in output
 
 

@@ -255,3 +255,13 @@ def test_the_parts_of_a_model_are_its_content(tmp_path):
     assert digest(tmp_path / "copy") == before
     (tmp_path / "copy" / "vae" / "model.safetensors").write_bytes(b"2")
     assert digest(tmp_path / "copy") != before
+
+
+def test_auto_starts_a_run_and_goes_on_with_it_as_a_restarting_launcher_does(began, monkeypatch, capsys):
+    for resume in ("auto", None):
+        capsys.readouterr()
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3" if resume is None else "0")
+        small.trainer(args_of("steps=2")).train(resume=resume)
+        assert "resumed at step " in capsys.readouterr().out
+    small.trainer(args_of("steps=1", "output_dir=anew")).train(resume="auto")
+    assert "resumed" not in capsys.readouterr().out

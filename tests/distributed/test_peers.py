@@ -1,0 +1,175 @@
+"""Peers in one process: they meet at a store, see each other's signs of life, and end together."""
+
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.process_runs import config, finished, run_alone, same, start
+
+from flow_grpo.distributed import peers as module
+from flow_grpo.distributed.launchers import restarts
+from flow_grpo.distributed.peers import Peers, meet
+from flow_grpo.errors import PeerLost, RetryableError
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
+MET: list[Peers] = []
+DIES = """
+import os, signal
+from pathlib import Path
+
+CALLS = 0
+
+
+def brightness(images, prompts):
+    global CALLS
+    CALLS += 1
+    file = Path(__file__).with_name("has_died")
+    if os.environ.get("RANK") == "1" and CALLS == {call} and not file.exists():
+        file.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(image.mean()) for image in images]
+"""
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The statuses with which processes were ended."""
+    statuses: list[int] = []
+    monkeypatch.setattr(module, "_exit", statuses.append)
+    return statuses
+
+
+@pytest.fixture
+def port(monkeypatch, ended):
+    with socket.create_server(("localhost", 0)) as server:
+        number = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setenv("FLOW_GRPO_PEER_TIMEOUT", "3")
+    monkeypatch.setattr(module, "BEAT", 0.05)
+    monkeypatch.setattr(module, "SOON", 1.5)
+    monkeypatch.setattr(module, "GRACE", 0.0)
+    yield number
+    for peer in MET:
+        peer._closed.set()
+    MET.clear()
+    time.sleep(0.2)
+
+
+def meet_all(world_size: int) -> list[Peers]:
+    with ThreadPoolExecutor(world_size) as pool:
+        MET.extend(found := list(pool.map(meet, range(world_size), [world_size] * world_size)))
+    return found
+
+
+def test_an_error_of_one_ends_the_others_with_its_sentence(port):
+    first, other = meet_all(2)
+    other.tell(ValueError("no paper"))
+    until(lambda: first.end)
+    with pytest.raises(PeerLost, match=f"rank 1 of 2 on {socket.gethostname()} ended the run: no paper") as lost:
+        first.raise_end()
+    assert not lost.value.is_spokesman, "the failed rank prints it on this host"
+    other.raise_end()  # its own error is raised already
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_stopped_peer_is_named_after_the_stated_time(port, ended, capfd, lost):
+    """Its threads stand still, as those of a process after SIGSTOP or of a machine without power do."""
+    found = meet_all(3)
+    began = time.monotonic()
+    found[lost]._closed.set()
+    alive = [peer for peer in found if peer.rank != lost]
+    until(lambda: len(ended) >= 2, seconds=20)
+    assert 2 < time.monotonic() - began < 15
+    for peer in alive:
+        assert peer.end == module.End(lost, None)
+        peer._closed.set()
+    said = capfd.readouterr().err
+    assert said.count("error: ") == 1, "one rank of a host speaks"
+    assert (
+        f"rank {lost} of 3 on {socket.gethostname()} is gone: no sign of life for 3 s. Go on, when it is back, with: "
+        in said
+    )
+
+
+def test_a_peer_that_has_left_is_not_missed(port, ended):
+    first, other = meet_all(2)
+    other.leave()
+    first._limit = 0.5
+    time.sleep(2)
+    assert first.end is None
+
+
+def test_a_broken_connection_names_the_lost_peer_soon(port):
+    found = meet_all(3)
+    found[1]._closed.set()
+    began = time.monotonic()
+    assert "rank 1 of 3" in str(found[2].reason())
+    assert time.monotonic() - began < 10, "and not after the time of a silent one"
+
+
+def test_words_of_an_earlier_round_in_the_same_store_do_not_count(port, monkeypatch):
+    """As torchrun keeps its store when it starts its processes again."""
+    server = torch.distributed.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    rounds = []
+    for _ in range(2):
+        met = meet_all(2)
+        met[0].store.set("address", f"of round {len(rounds)}")
+        assert met[1].store.get("address") == f"of round {len(rounds)}".encode()
+        rounds.append(met)
+    del server
+
+
+def test_a_peer_that_does_not_come_is_named_by_those_that_did(port, monkeypatch):
+    monkeypatch.setenv("FLOW_GRPO_PEER_TIMEOUT", "1")
+    with ThreadPoolExecutor(2) as pool:
+        met = [pool.submit(meet, rank, 3) for rank in (0, 2)]
+    for attempt in met:
+        with pytest.raises(
+            RetryableError, match=r"the 3 processes of the run don't meet at localhost:\d+ \(without rank 1 after 1 s"
+        ):
+            attempt.result()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}, True),
+        ({"SLURM_RESTART_COUNT": "1"}, True),
+    ],
+)
+def test_a_launcher_that_restarts_is_known_by_its_variables(monkeypatch, environment, expected):
+    for name in ("TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert restarts() is expected
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_worker_to_the_same_metrics(tmp_path):
+    for name, call in (("alone", -1), ("killed", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "dies.py").write_text(DIES.format(call=call))
+    reward = "rewards={{{}/dies.py:brightness: 1}}"
+    run_alone(config(tmp_path / "alone", reward.format(tmp_path / "alone")))
+    output = finished(start(config(tmp_path / "killed", reward.format(tmp_path / "killed")), 2, launcher=TORCHRUN))
+    assert (tmp_path / "killed" / "has_died").exists()
+    sentence = f"rank 1 of 2 on {socket.gethostname()} is gone: no sign of life for 10 s. Go on, when it is back, with: "
+    assert f"{sentence}{Path(sys.executable).name} -m {' '.join(TORCHRUN)} -m flow_grpo train " in output, output
+    assert "resumed at step " in output
+    same(tmp_path / "alone", tmp_path / "killed")
+
+
+def until(condition, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
