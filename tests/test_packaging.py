@@ -5,10 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import yaml
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
 from support.paths import ROOT
 
 import flow_grpo
@@ -78,3 +81,16 @@ def test_importing_the_package_makes_waiting_threads_passive_unless_told_otherwi
         environment |= {"PYTHONPATH": str(ROOT), **({"OMP_WAIT_POLICY": given} if given else {})}
         done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
         assert done.stdout.strip() == expected, done.stderr
+
+
+def test_the_source_distribution_has_all_that_the_wheel_is_built_of(tmp_path):
+    """Links are left out of it: without more, rewards/ was in neither place, and no wheel could be built."""
+    archive = next(SdistBuilder(str(ROOT)).build(directory=str(tmp_path)))
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / f"flow_grpo-{flow_grpo.__version__}"
+    ours, theirs = (
+        {file.distribution_path for file in WheelBuilder(str(root)).recurse_included_files()} for root in (ROOT, unpacked)
+    )
+    assert ours == theirs
+    assert {"flow_grpo/rewards/ocr.py", "rewards/__init__.py", "flow_grpo/configs/tiny_ocr.yaml"} <= ours

@@ -248,7 +248,9 @@ def gradient(name: str, stats: GradientStats | str | None) -> list[CheckResult]:
         CheckResult(
             f"{check} in 1% of the image", f"{stats.energy:.0%}", OK, "of its energy; 1% if it were the same everywhere"
         ),
-        CheckResult(f"{name}: sharpness S1", f"{stats.sharpness:.2g}", OK, "it rises while a reward is hacked, by arXiv 2603.21175"),
+        CheckResult(
+            f"{name}: sharpness S1", f"{stats.sharpness:.2g}", OK, "it rises while a reward is hacked, by arXiv 2603.21175"
+        ),
     ]
 
 
