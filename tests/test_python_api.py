@@ -61,7 +61,7 @@ class Recorder:
 
 def test_a_callback_sees_every_row_of_metrics_in_its_order(tmp_path):
     recorder = Recorder()
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run"), callbacks=[recorder])
+    trainer = small.trainer(short_run(tmp_path / "run"), callbacks=[recorder])
     measures = trainer.train()
     rows = read_metrics(tmp_path / "run")
     logged = [event[1:] for event in recorder.events if event[0] == "log"]
@@ -81,7 +81,7 @@ class StopAfterOne(transformers.TrainerCallback):
 
 
 def test_a_transformers_callback_stops_saves_and_evaluates(tmp_path):
-    trainer = FlowGRPOTrainer(args=short_run(tmp_path / "run", "steps=4"), callbacks=[StopAfterOne()])
+    trainer = small.trainer(short_run(tmp_path / "run", "steps=4"), callbacks=[StopAfterOne()])
     trainer.train()
     assert trainer.step == 1
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
@@ -152,12 +152,12 @@ class InterruptAfterOne:
 def test_an_interrupted_run_is_reported_so_far_and_a_resumed_one_no_longer_as_ended(tmp_path):
     args = short_run(tmp_path / "run", "steps=4", "evaluation={prompts: null}")
     with pytest.raises(Interrupted):
-        FlowGRPOTrainer(args=args, callbacks=[InterruptAfterOne()]).train()
+        small.trainer(args, callbacks=[InterruptAfterOne()]).train()
     assert "for 1 of 4 steps so far" in summary.headline(RunReader(tmp_path / "run"))
-    FlowGRPOTrainer(args=args, callbacks=[StopAfterTwo()]).train(resume=True)
+    small.trainer(args, callbacks=[StopAfterTwo()]).train(resume=True)
     assert "for 2 of 4 planned steps" in summary.headline(RunReader(tmp_path / "run"))
     headlines = HeadlineAtEachStep(tmp_path / "run")
-    FlowGRPOTrainer(args=args, callbacks=[headlines]).train(resume=True)
+    small.trainer(args, callbacks=[headlines]).train(resume=True)
     assert ["so far" in headline for headline in headlines.seen] == [True, False], "the last step is the end"
     assert "for 4 steps:" in summary.headline(RunReader(tmp_path / "run"))
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file
+from support import small_policy as small
 from support.cli_process import begin, run
 from support.embedded import short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
@@ -78,7 +79,7 @@ def numbers(folder: Path) -> list[dict]:
 def finished(tmp_path_factory) -> Path:
     """A run of two steps with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    FlowGRPOTrainer(args=short_run(folder, "save_every=1", "trackers=[]")).train()
+    trainer(folder).train()
     return folder
 
 
@@ -89,7 +90,7 @@ def copied(finished, tmp_path) -> Path:
 
 
 def trainer(folder: Path, *overrides: str) -> FlowGRPOTrainer:
-    return FlowGRPOTrainer(args=short_run(folder, "save_every=1", "trackers=[]", *overrides))
+    return small.trainer(short_run(folder, "save_every=1", "trackers=[]", *overrides))
 
 
 # -- the lock ---------------------------------------------------------------------------------------------------------
@@ -404,7 +405,7 @@ def test_a_whole_transformer_is_written_alike_too(tmp_path):
     [
         pytest.param(0, 8, "pictures/step_000001/", marks=pytest.mark.slow),
         (300, 0, "metrics.jsonl"),
-        (20_000, 0, "checkpoints/step_000001"),
+        (6_000, 0, "checkpoints/step_000001"),
     ],
 )
 def test_a_full_disk_is_reported_with_the_path_and_the_run_goes_on_where_there_is_room(

@@ -11,6 +11,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from PIL import Image
 from rich.console import Console
+from support import small_policy as small
 from support.embedded import short_run
 from support.run_contents import MEASURED
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -81,9 +82,9 @@ def trained(tmp_path_factory) -> Path:
     """A run of two steps that was lost after its second one, and gone on with to the third."""
     folder = tmp_path_factory.mktemp("boards") / "run"
     args = short_run(folder, "steps=3", "save_every=1", "evaluation.every=1", "evaluation.num_images=1")
-    FlowGRPOTrainer(args=args.model_copy(update={"steps": 2})).train()
+    small.trainer(args.model_copy(update={"steps": 2})).train()
     (folder / "checkpoints" / "step_000002" / "state.pt").write_bytes(b"lost")
-    FlowGRPOTrainer(args=args).train(resume=True)
+    small.trainer(args).train(resume=True)
     return folder
 
 
@@ -143,7 +144,7 @@ def test_a_service_that_fails_in_mid_run_changes_no_number_and_warns_once(tmp_pa
     install("wandb")
     monkeypatch.setenv("BREAKS", "1")
     for name, trackers in {"with": "[tensorboard, wandb]", "without": "[]"}.items():
-        FlowGRPOTrainer(args=short_run(tmp_path / name, f"trackers={trackers}")).train()
+        small.trainer(short_run(tmp_path / name, f"trackers={trackers}")).train()
     one, other = (
         [{k: v for k, v in row.items() if not k.startswith(MEASURED)} for row in read_metrics(tmp_path / name)]
         for name in ("with", "without")

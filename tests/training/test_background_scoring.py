@@ -3,10 +3,10 @@
 import threading
 
 import pytest
+from support import small_policy as small
 from support.embedded import short_run
 from support.run_contents import MEASURED
 
-from flow_grpo import FlowGRPOTrainer
 from flow_grpo.tracking.tracker import read_metrics
 
 PARTS = ("microbatch=4", "steps=1", "evaluation={prompts: null, num_images: 0}")  # two prompts, each a part
@@ -24,8 +24,8 @@ def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(t
         was_drawn.append(second_drawn.wait(20))
         return images.mean((1, 2, 3))
 
-    plain = FlowGRPOTrainer(reward_funcs=brightness, args=short_run(tmp_path / "plain", *PARTS))
-    trainer = FlowGRPOTrainer(reward_funcs=patient, args=short_run(tmp_path / "background", *PARTS))
+    plain = small.trainer(short_run(tmp_path / "plain", *PARTS), reward_funcs=brightness)
+    trainer = small.trainer(short_run(tmp_path / "background", *PARTS), reward_funcs=patient)
     trainer.stage.sampler.score_in_background = True
     decode, drawn = trainer.policy.decode, []
 
@@ -58,7 +58,7 @@ def test_an_error_in_the_background_stops_the_run_and_leaves_nothing_behind(tmp_
         called.append(prompts[0])
         raise RuntimeError("the camera is off")
 
-    trainer = FlowGRPOTrainer(reward_funcs=fails, args=short_run(tmp_path, *PARTS))
+    trainer = small.trainer(short_run(tmp_path, *PARTS), reward_funcs=fails)
     trainer.stage.sampler.score_in_background = True
     with pytest.raises(ValueError, match=r"reward fails raised RuntimeError on 4 images.*the camera is off"):
         trainer.train()
