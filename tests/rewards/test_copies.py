@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support import small_policy as small
 from support.cli_process import run
 from support.embedded import short_run
 from support.reward_inputs import scored_unchanged
@@ -14,7 +15,6 @@ from flow_grpo import rewards
 from flow_grpo.rewards.calls import copied
 from flow_grpo.rewards.images import to_pil
 from flow_grpo.tiny import pretrain, world
-from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.losses import load_custom_function
 from flow_grpo.types import TrainedStep
 
@@ -116,7 +116,7 @@ def test_a_run_trains_on_the_same_beside_a_reward_in_place(folder, no_report):
     values = {}
     for name in ("normalised", "same"):
         chosen = f"rewards={{{folder}/in_place.py:{name}: 1, {folder}/in_place.py:mean_value: 1}}"
-        FlowGRPOTrainer(args=short_run(folder / name, chosen, *TRAINING)).train()
+        small.trainer(short_run(folder / name, chosen, *TRAINING)).train()
         values[name] = json.loads((folder / name / "metrics.jsonl").read_text().splitlines()[0])["rewards/mean_value/mean"]
     assert values["normalised"] == values["same"]
 

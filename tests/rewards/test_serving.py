@@ -26,6 +26,7 @@ import torch
 import uvicorn
 from fastapi import HTTPException
 from starlette.testclient import TestClient
+from support import small_policy as small
 from support.cli_process import begin, run
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
@@ -900,8 +901,8 @@ def test_a_run_with_two_servers_of_which_one_is_killed_has_the_metrics_of_one_wi
     assert numbers(tmp_path / "stopped") == numbers(tmp_path / "whole")
 
 
-def test_a_run_with_an_isolated_reward_has_the_metrics_of_one_without(tmp_path):
+def test_a_run_with_an_isolated_reward_has_the_metrics_of_one_without(tmp_path, no_report):
     name = f"{SAMPLES}:brightness"
     for where, setting in (("here", "1"), ("apart", "{isolate: true}")):
-        FlowGRPOTrainer(args=short_run(tmp_path / where, f"rewards={{{name}: {setting}}}", "steps=1")).train()
+        small.trainer(short_run(tmp_path / where, f"rewards={{{name}: {setting}}}", "steps=1")).train()
     assert numbers(tmp_path / "here") == numbers(tmp_path / "apart")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from starlette.testclient import TestClient
+from support import small_policy as small
 from support.cli_process import begin, run
 from support.embedded import short_run
 from support.run_contents import MEASURED
@@ -22,7 +23,6 @@ from flow_grpo.rewards.serving import server
 from flow_grpo.rewards.serving.client import encode
 from flow_grpo.rewards.serving.subprocess import Isolated
 from flow_grpo.rewards.user_code import UserCodeError
-from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.losses import load_custom_function
 
 IMAGES, PROMPTS = torch.zeros(2, 3, 4, 4), ["a fox", "a cat"]
@@ -366,7 +366,7 @@ def test_a_reward_that_changes_everything_leaves_a_run_as_it_is(folder, capfd):
     rows = {}
     for name in ("sane", "mad"):
         sizes = ["steps=1", "images_per_prompt=2", "microbatch=4", "trackers=[]", "evaluation.prompts=null"]
-        FlowGRPOTrainer(args=short_run(folder / name, f"rewards={{{name}.py:brightness: 1}}", *sizes)).train()
+        small.trainer(short_run(folder / name, f"rewards={{{name}.py:brightness: 1}}", *sizes)).train()
         assert ("changed torch's default dtype" in capfd.readouterr().err) == (name == "mad")
         rows[name] = [
             {key: value for key, value in json.loads(line).items() if not key.startswith(MEASURED)}
