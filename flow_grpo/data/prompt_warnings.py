@@ -1,5 +1,6 @@
 """What prompts are warned of: training prompts that are tested on, and syntax of other programs."""
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -16,9 +17,14 @@ SYNTAX = re.compile(r"^#\s|(?<!\S)--[A-Za-z][\w-]*(?=\s|=|$)|<(?:lora|lyco|hyper
 
 def normal_form(prompt: str) -> str:
     """The same text for equivalent prompts."""
-    words = [word for word in prompt.casefold().rstrip(". \n").split() if word not in ARTICLES]
+    return prompt_key(with_images(_normal_text(str(prompt)), images_of(prompt)))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # each prompt is compared with several sets
+def _normal_text(text: str) -> str:
+    words = [word for word in text.casefold().rstrip(". \n").split() if word not in ARTICLES]
     before, of, things = " ".join(words).rpartition(" of ")
-    return prompt_key(with_images(before + of + " and ".join(sorted(things.split(" and "))), images_of(prompt)))
+    return before + of + " and ".join(sorted(things.split(" and ")))
 
 
 def held_out_overlap(trained: list[str], held_out: list[str]) -> int:
