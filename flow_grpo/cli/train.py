@@ -61,9 +61,10 @@ def train(
     [bold]flow-grpo train my.yaml --resume[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.distributed.launchers import AUTO
+    from flow_grpo.distributed.launchers import AUTO, adopt
     from flow_grpo.distributed.parent import end_with_launcher
 
+    adopt()
     overrides = overrides or []
     if resume not in (None, NEWEST, AUTO):
         raise FlowGRPOError(f"--resume={resume}: write --resume, or --resume auto, which starts if there is no checkpoint.")

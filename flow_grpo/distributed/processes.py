@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flow_grpo.distributed.launchers import adopt
 from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.distributed.peers import Peers, meet, peers_of_found_group
 from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError, is_retryable
@@ -270,6 +271,7 @@ def _place_in_group() -> tuple[int, int]:
 
 def _place_in_environment() -> tuple[int, int]:
     """The same as the launcher has set them."""
+    adopt()
     rank, world_size = (_whole_number(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if not 0 <= rank < max(world_size, 1):
         raise FlowGRPOError(

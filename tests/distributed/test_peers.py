@@ -11,7 +11,6 @@ import torch
 from support.process_runs import config, finished, run_alone, same, start
 
 from flow_grpo.distributed import peers as module
-from flow_grpo.distributed.launchers import restarts
 from flow_grpo.distributed.peers import Peers, meet
 from flow_grpo.errors import PeerLost, RetryableError
 
@@ -134,23 +133,6 @@ def test_a_peer_that_does_not_come_is_named_by_those_that_did(port, monkeypatch)
             RetryableError, match=r"the 3 processes of the run don't meet at localhost:\d+ \(without rank 1 after 1 s"
         ):
             attempt.result()
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0"}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "0"}, True),
-        ({"SLURM_RESTART_COUNT": "1"}, True),
-    ],
-)
-def test_a_launcher_that_restarts_is_known_by_its_variables(monkeypatch, environment, expected):
-    for name in ("TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert restarts() is expected
 
 
 @pytest.mark.slow
