@@ -169,6 +169,14 @@ class Processes:
         torch.distributed.all_gather_object(values, value, self.value_group)
         return values
 
+    def gather_on_main(self, value: Value) -> list[Value]:
+        """The values of all processes, by rank, in the main process; an empty list in the others. Every process must call this."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size if self.is_main else []
+        torch.distributed.gather_object(value, values if self.is_main else None, dst=0, group=self.value_group)
+        return values
+
     def on_main(self, call: Callable[[], Value]) -> Value:
         """What `call` returns in the main process, which alone calls it. An error of it is raised in all."""
         return self.gather_or_raise(lambda: call() if self.is_main else None)[0]  # type: ignore[return-value]

@@ -18,6 +18,7 @@ from flow_grpo.policy.loading import check_size
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.images import to_bytes
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, call_interruptibly, interruptible
@@ -92,7 +93,8 @@ def evaluate(
     Args:
         base: a context in which the model is the base model.
         images_per_prompt: of which the rewards are averaged; all other measures are of the first.
-        num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`.
+        num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`; only
+            in the main process.
         num_diversity_prompts: number of leading prompts that get a second image, to measure diversity.
 
     Raises:
@@ -125,10 +127,12 @@ def evaluate(
     differences = rms_difference(images[: len(second_images)], second_images)
     image_stats = processes.all_gather((high_frequency_power(images), differences))
     shown = {*range(num_kept_images), *(best_and_worst(values["reward"].tolist()) if num_kept_images else ())}
-    kept = processes.all_gather({index: images[i].clone() for i, index in enumerate(source.local) if index in shown})
-    kept_images = {index: image for part in kept for index, image in part.items()}
+    kept = {index: images[i].clone() for i, index in enumerate(source.local) if index in shown}
+    if processes.world_size > 1:  # as bytes, which is how the main process writes them
+        parts = processes.gather_on_main({index: to_bytes(image) for index, image in kept.items()})
+        kept = {index: image.float() / 255 for part in parts for index, image in part.items()}
     detail, diversity = (_in_prompt_order(list(parts)) for parts in zip(*image_stats, strict=True))
-    return Evaluation(values, detail, diversity, kept_images)
+    return Evaluation(values, detail, diversity, kept)
 
 
 @dataclass(frozen=True)
