@@ -5,6 +5,7 @@ in minutes. Rank 0 reads the counters of all, the others read that of rank 0. An
 """
 
 import json
+import math
 import os
 import signal
 import socket
@@ -23,7 +24,7 @@ import torch
 
 from flow_grpo.distributed.launchers import go_on
 from flow_grpo.distributed.parent import LAUNCHER
-from flow_grpo.errors import PEER_LOST, PeerLost, RetryableError
+from flow_grpo.errors import PEER_LOST, FlowGRPOError, PeerLost, RetryableError
 from flow_grpo.text import first_line
 
 PATIENCE = "FLOW_GRPO_PEER_TIMEOUT"  # environment variable, in seconds: see `patience`
@@ -33,8 +34,15 @@ GRACE = 30.0  # seconds that a process has to save and end by itself when a peer
 
 
 def patience() -> float:
-    """Seconds that processes wait for each other to appear, and for a sign of life."""
-    return float(os.environ.get(PATIENCE, "300"))
+    """Seconds that processes wait for each other to appear, and for a sign of life. FlowGRPOError if the variable is no such number."""
+    given = os.environ.get(PATIENCE, "300")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise FlowGRPOError(f"{PATIENCE}={given} should be a number of seconds above 0, such as 300.")
+    return seconds
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch
 from support.process_runs import config, finished, run_alone, same, start
 
 from flow_grpo.distributed import peers as module
-from flow_grpo.distributed.peers import Peers, meet
-from flow_grpo.errors import PeerLost, RetryableError
+from flow_grpo.distributed.peers import PATIENCE, Peers, meet, patience
+from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
 MET: list[Peers] = []
@@ -155,3 +155,10 @@ def until(condition, seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("seconds", ["", "soon", "0", "-3", "nan", "inf"])
+def test_a_timeout_that_is_no_number_of_seconds_is_one_sentence(monkeypatch, seconds):
+    monkeypatch.setenv(PATIENCE, seconds)
+    with pytest.raises(FlowGRPOError, match="should be a number of seconds above 0"):
+        patience()
