@@ -1148,9 +1148,11 @@ def test_where_weights_are_spread_only_what_stops_together_is_saved(tmp_path, ki
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, monkeypatch, capsys):
-    """The other one has the same rows once more, and the pictures of the prompts between."""
+    """The other one has the same rows once more, the pictures of the prompts between, and as the first one begins a new run."""
 
     def other(value):
+        if value is None:
+            return False, None
         pictures = isinstance(value, dict) and value and all(isinstance(place, int) for place in value)
         return {place + 1 - 2 * rank: picture for place, picture in value.items()} if pictures else value
 

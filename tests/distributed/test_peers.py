@@ -36,9 +36,14 @@ def brightness(images, prompts):
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The statuses with which processes were ended."""
+    """The statuses with which processes were ended, each of which is a thread here."""
     statuses: list[int] = []
-    monkeypatch.setattr(module, "_exit", statuses.append)
+
+    def end(status):
+        statuses.append(status)
+        raise SystemExit  # of the thread alone
+
+    monkeypatch.setattr(module, "_exit", end)
     return statuses
 
 

@@ -155,6 +155,10 @@ class Two(Processes):
     def all_gather(self, value: Any) -> list:
         return [value, self.other(value)][:: -1 if self.rank else 1]
 
+    def gather_on_main(self, value: Any) -> list:
+        values = self.all_gather(value)
+        return values if self.is_main else []
+
     def gather_or_raise(self, call: Any, errors: Any = ()) -> list:
         return self.all_gather(call())
 

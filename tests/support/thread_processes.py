@@ -25,6 +25,10 @@ class ThreadProcesses(Processes):
         self._wait()
         return values
 
+    def gather_on_main(self, value: Any) -> list:
+        values = self.all_gather(value)
+        return values if self.is_main else []
+
     def _wait(self) -> None:
         self.turn.release()
         try:

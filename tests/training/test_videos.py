@@ -97,7 +97,7 @@ def test_a_run_is_sampled_evaluated_and_exported(trained):
     said = run("sample", "a red cat", "--seeds", "2", "--lora", str(trained / "lora"), "--out", f"{name}_drawn", cwd=folder)
     assert "2 videos: " in said
     files = sorted(file.name for file in (folder / f"{name}_drawn").iterdir())
-    assert files == ["0000_seed0.webp", "0001_seed1.webp", "grid.png"]
+    assert files == ["0000_seed0.webp", "0001_seed1.webp", "grid.png", "metadata.jsonl"]
     for source in (f"{name}_drawn", f"{name}_drawn/grid.png"):
         said = run("score", source, "--reward", "jpeg_size", cwd=folder, code=2)
         assert "it is an animation" in said or "shows strips of videos" in said
