@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from support.cli_process import FORKS
 
 from flow_grpo import rewards, user_files
 
@@ -39,18 +40,34 @@ def file(tmp_path):
     return tmp_path / "my pool-1.py"
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
-def test_a_pool_of_a_file_works(file, start):
+def _pool(file, start):
     rewards.load(f"{file}:executor")  # another reward of the file, whose module stays the same
     reward = rewards.load(f"{file}:pool", start=start)
     rewards.load(f"{file}:executor")
     assert rewards.score("mine", reward, IMAGES, PROMPTS).tolist() == [0.25, 0.25]
 
 
+def _broken(file, name):
+    with pytest.raises(ValueError, match=r"^reward mine raised BrokenProcessPool on 2 images.*terminated abruptly"):
+        rewards.score("mine", rewards.load(f"{file}:{name}"), IMAGES, PROMPTS)
+
+
+def in_a_process_without_threads(check, *args):
+    """Run a check in a process of its own: pytest's has threads of other tests, with which a fork can hang."""
+    process = FORKS.Process(target=check, args=args)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_a_pool_of_a_file_works(file, start):
+    in_a_process_without_threads(_pool, file, start)
+
+
 def test_an_executor_works_and_says_when_a_worker_died(file):
     assert rewards.score("mine", rewards.load(f"{file}:executor"), IMAGES, PROMPTS).tolist() == [0.25, 0.25]
-    with pytest.raises(ValueError, match=r"^reward mine raised BrokenProcessPool on 2 images.*terminated abruptly"):
-        rewards.score("mine", rewards.load(f"{file}:broken"), IMAGES, PROMPTS)
+    in_a_process_without_threads(_broken, file, "broken")
 
 
 def test_another_interpreter_finds_the_module_by_its_name(file):
