@@ -191,9 +191,15 @@ class GradientStates:
 
     def weighted(self, weights: dict[str, Float[Tensor, " B"]]) -> Float[Tensor, "B E *latent"]:
         """The weighted sum of the rewards' gradients."""
-        first = next(iter(self.gradient.values()))
-        column = (-1, *[1] * (first.ndim - 1))
-        return torch.stack([weights[name].view(column).to(g) * g for name, g in self.gradient.items()]).sum(0)
+        return weighted_sum(self.gradient, weights)
+
+
+def weighted_sum(
+    gradients: dict[str, Float[Tensor, "B *shape"]], weights: dict[str, Float[Tensor, " B"]]
+) -> Float[Tensor, "B *shape"]:
+    """The sum of rewards' gradients, each row by its weight."""
+    column = (-1, *[1] * (next(iter(gradients.values())).ndim - 1))
+    return torch.stack([weights[name].view(column).to(g) * g for name, g in gradients.items()]).sum(0)
 
 
 @dataclass(frozen=True)

@@ -747,6 +747,7 @@ class RewardGradient(Objective):
     """An objective on the gradient of differentiable rewards at the end of an ODE rollout, of which the loss is linear in the velocity."""
 
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True)
+    FURTHER_DECODES: ClassVar[tuple[int, int]] = (0, 0)  # of moved images: with a gradient, and without
 
     kl_weight: Annotated[float, Field(ge=0)] = 0.03
     """Weight of the KL to the base model, the squared distance of the velocities at the trained states."""
@@ -772,7 +773,8 @@ class RewardGradient(Objective):
         )
         predicted = sum(state.predicted for state in states)
         trains_final = predicted < len(states)
-        return predicted + trains_final, 0 if trains_final else 1
+        gradients, images = self.FURTHER_DECODES
+        return predicted + trains_final + gradients, images + (0 if trains_final else 1)
 
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         """The loss of n rows at a trained state."""
@@ -874,15 +876,12 @@ class Mend(MovedImages):
     """
 
     MOVES: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4)
+    FURTHER_DECODES: ClassVar[tuple[int, int]] = (0, len(MOVES))
     KEPT_WEIGHT: ClassVar[float] = 10.0
     REWARD_QUANTILE: ClassVar[float] = 0.75
 
     name: Literal["mend"] = "mend"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="if_better")
-
-    def decoded_images(self, sampling_steps: int) -> tuple[int, int]:
-        gradients, images = super().decoded_images(sampling_steps)
-        return gradients, images + len(self.MOVES)
 
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives
@@ -901,13 +900,10 @@ class Opsd(MovedImages):
     MOVES_PREDICTION: ClassVar[bool] = True
     BUDGET: ClassVar[float] = 0.1
     MOVES: ClassVar[int] = 2
+    FURTHER_DECODES: ClassVar[tuple[int, int]] = (2 * (MOVES - 1), 0)
 
     name: Literal["opsd"] = "opsd"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="both_ways")
-
-    def decoded_images(self, sampling_steps: int) -> tuple[int, int]:
-        gradients, images = super().decoded_images(sampling_steps)
-        return gradients + 2 * (self.MOVES - 1), images
 
     def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives

@@ -15,7 +15,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import COLUMN
 from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
-from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory
+from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_sum
 
 DECAY = 0.9  # of the running mean square of a reward's gradient
 
@@ -119,11 +119,8 @@ class EndpointGradients:
 
     def weighted(self, latents: Tensor, batch: PromptBatch, microbatch: int) -> Tensor:
         """The gradient (B, ...) of the weighted sum of the rewards at latents of a batch."""
-        weights, column = weights_of_rows(self.rewards, batch), (-1, *[1] * (latents.ndim - 1))
-        gradients = {name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}
-        return torch.stack([weights[name].view(column).to(gradient) * gradient for name, gradient in gradients.items()]).sum(
-            0
-        )
+        weights = weights_of_rows(self.rewards, batch)
+        return weighted_sum({name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}, weights)
 
 
 @dataclass(frozen=True)
