@@ -269,6 +269,8 @@ def _call(
     reward = load_reward(name, setting)
     if args.evaluation.prompts is not None:
         check_scope(name, reward, args)
+    if name in args.rewards and args.rewards[name].weight and by_gradient(args):
+        reward_kit.check_differentiable(name, reward)
     if reason := reason_not_to_call(name, reward):
         return f"was not called: {reason}"
     if frames_of(reward) == ALL and not is_known:
@@ -283,6 +285,11 @@ def _call(
             raise
         return f"was not checked, as the prompts are not downloaded; on {ANY_PROMPT!r} in their place: {error}"
     return None
+
+
+def by_gradient(args: FlowGRPOConfig) -> bool:
+    """Whether a stage trains by the gradient of its rewards."""
+    return any(stage.objective.needs.reward_gradient for _, stage in args.resolved_stages())
 
 
 def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet) -> None:

@@ -319,3 +319,15 @@ def test_the_whole_chain_of_causes_is_looked_at():
     assert downloads.is_missing_download(third)
     assert not downloads.is_missing_download(ValueError("other"))
     assert list(itertools.islice(downloads._causes(third), 9)) == [third, second, first]
+
+
+def test_a_trained_reward_without_a_gradient_is_refused_as_by_the_run(tmp_path):
+    args = short_run(tmp_path / "run", "objective={name: flowbp}", "rewards={jpeg_size: 1}", "evaluation.prompts=null")
+    assert "reward jpeg_size has no gradient: take a differentiable one" in refused(args)
+    with pytest.raises(FlowGRPOError) as error:
+        FlowGRPOTrainer(args=args)
+    assert refused(args) == str(error.value)
+    measured = short_run(
+        tmp_path / "run", "objective={name: flowbp}", "rewards={clip: 1, jpeg_size: 0}", "evaluation.prompts=null"
+    )
+    assert dry_run(measured)
