@@ -63,7 +63,7 @@ def export(
     if form == "peft" and merge:
         raise FlowGRPOError("--format peft is for a LoRA, and this exports the whole model: leave it out.")
     if form == "comfyui":
-        comfyui_names(args.model, whole=merge)
+        comfyui_names(args.model)
     title = repo.rpartition("/")[2] if repo else out.resolve().name
     with new_files(out, RESULT, previous) as new_folder:
         notes = (

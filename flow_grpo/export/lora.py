@@ -83,15 +83,15 @@ def write_whole(source: Path, folder: Path, args: FlowGRPOConfig, run: RunReader
             for file in sorted((source / component).glob("*.safetensors"))
             for name, value in load_file(file).items()
         }
-        named = comfyui.all_weights(state, comfyui_names(args.model, component, whole=True))
+        named = comfyui.all_weights(state, comfyui_names(args.model, component).whole)
         target = folder / comfyui_file(title, component if len(components) > 1 else None)
         hashes = {DATA_HASH: UNKNOWN_HASH, CHECKSUM: UNKNOWN_HASH}
         save_file({name: value.contiguous() for name, value in named.items()}, target, {"format": "pt", **header, **hashes})
         seal_safetensors(target)
 
 
-def comfyui_names(model: str, component: str = FIRST, whole: bool = False) -> comfyui.Names:
-    """The names of a model's layers in ComfyUI. FlowGRPOError if they are not known, or with `whole` not those of all its weights."""
+def comfyui_names(model: str, component: str = FIRST) -> comfyui.Names:
+    """The names of a model's layers in ComfyUI. FlowGRPOError if they are not known."""
     transformer = hub.component_class(model, component)
     if transformer is None:
         raise FlowGRPOError(
@@ -101,14 +101,7 @@ def comfyui_names(model: str, component: str = FIRST, whole: bool = False) -> co
         raise FlowGRPOError(
             f"--format comfyui: ComfyUI has no model of the kind {transformer}, or its names are not known here: leave out --format."
         )
-    names = comfyui.FAMILIES[transformer]
-    if whole and not names.whole:
-        offered = ", ".join(sorted(name for name, known in comfyui.FAMILIES.items() if known.whole))
-        raise FlowGRPOError(
-            f"--merge --format comfyui: the names of all weights of {transformer} in ComfyUI are not known here, only of {offered}: "
-            "leave out --merge."
-        )
-    return names
+    return comfyui.FAMILIES[transformer]
 
 
 def _for_comfyui(found: lora_file.LoraFile, model: str, component: str) -> tuple[dict[str, LoraLayer], list[str]]:

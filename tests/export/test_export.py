@@ -195,12 +195,6 @@ def test_a_model_that_comfyui_does_not_have_is_one_sentence(run, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="--format peft is for a LoRA, and this exports the whole model"):
         export(run, tmp_path / "out", merge=True, form="peft")
-    index["transformer"][1] = "ChromaTransformer2DModel"
-    (model / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ValueError, match="all weights of ChromaTransformer2DModel in ComfyUI are not known here, only of AuraFlow"
-    ):
-        export(folder, tmp_path / "out", merge=True, form="comfyui")
 
 
 @pytest.mark.parametrize("name", ["wan22", "hunyuan_video"])

@@ -29,6 +29,7 @@ TRANSFORMERS: dict[
     "ltx": lambda: d.LTXVideoTransformer3DModel(num_layers=1),
     "flux2": lambda: d.Flux2Transformer2DModel(num_layers=1, num_single_layers=1),
     "chroma": lambda: d.ChromaTransformer2DModel(num_layers=1, num_single_layers=1),
+    "krea2": lambda: TINY["krea2"].build().transformer,
     "ernie": lambda: TINY["ernie"].build().transformer,
     "longcat": lambda: TINY["longcat"].build().transformer,
 }
@@ -111,7 +112,12 @@ def original_hunyuan(name: str) -> str:
         for a, b in (("in_layer", 0), ("out_layer", 2))
     ]
     more = [("c_embedder.in_layer", "c_embedder.linear_1"), ("c_embedder.out_layer", "c_embedder.linear_2")]
-    for theirs, original in (*changes, *embedders, *more):
+    norms = [
+        (f"{ours}norm.{part}_norm.scale", f"{theirs}{part[0]}_norm.weight")
+        for ours, theirs in (("_attn.", "_attn_"), (".", "."))
+        for part in ("query", "key")
+    ]
+    for theirs, original in (*changes, *embedders, *more, *norms):
         name = name.replace(theirs, original)
     return name
 
@@ -124,7 +130,8 @@ CONVERTERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
     ),
     "flux2": lora_conversion_utils._convert_non_diffusers_flux2_lora_to_diffusers,
 }
-UNKNOWN = {  # layers that these converters do not know, or of which they split the first matrix, too
+UNKNOWN = {  # layers that these converters do not know, or of which they split the first matrix or leave the halves in their order
+    "flux2": ("norm_out",),
     "lumina2": ("x_embedder", "time_caption_embed", "norm_out"),
     "hunyuan_video": ("context_embedder.token_refiner", "norm_out"),
 }
@@ -171,19 +178,26 @@ WHOLE = {
     "ltx": single_file_utils.convert_ltx_transformer_checkpoint_to_diffusers,
     "wan": single_file_utils.convert_wan_transformer_to_diffusers,
     "lumina2": single_file_utils.convert_lumina2_to_diffusers,
+    "flux2": single_file_utils.convert_flux2_transformer_checkpoint_to_diffusers,
+    "chroma": single_file_utils.convert_chroma_transformer_checkpoint_to_diffusers,
+    "krea2": single_file_utils.convert_krea2_transformer_checkpoint_to_diffusers,
+    "hunyuan_video": lambda state: single_file_utils.convert_hunyuan_video_transformer_to_diffusers(
+        {original_hunyuan(name): value for name, value in state.items()}
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_diffusers_converters_of_checkpoints_find_all_weights(name):
+    """Converters move rows, so each weight has one column, in which all numbers differ."""
     with torch.device("meta"):
         transformer = TRANSFORMERS[name]()
     state = {
-        key: torch.full(value.shape, i % 127, dtype=torch.int8)
+        key: i * 2**20 + torch.arange(len(value)).view(-1, *[1] * (value.ndim - 1))
         for i, (key, value) in enumerate(transformer.state_dict().items())
     }
-    named = all_weights(state, FAMILIES[type(transformer).__name__])
-    found = WHOLE[name](named)
+    named = all_weights(state, FAMILIES[type(transformer).__name__].whole)
+    found = WHOLE[name](dict(named))
     assert found.keys() == state.keys()
     assert all(torch.equal(value, state[key]) for key, value in found.items())
 
