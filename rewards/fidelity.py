@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
@@ -33,14 +34,8 @@ class Fidelity(torch.nn.Module):
         self, images: Tensor, prompts: list[str], source: Tensor | None = None, mask: list[str | None] | None = None
     ) -> Tensor:
         """images and source (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if prompts have no images, or a mask is missing."""
-        if source is None:
-            raise FlowGRPOError(
-                "it compares an image with its source, and these prompts have none: give them a column `image`."
-            )
-        keep = torch.ones(len(images), 1, *images.shape[-2:])
-        for row, file in enumerate(mask or []):
-            if file is not None:
-                keep[row] = 1 - _mask(Path(file), (images.shape[-1], images.shape[-2]))
+        keep = _kept(images, source, mask)
+        assert source is not None
         changed, kept = (keep * batch.cpu() + (1 - keep) * 0.5 for batch in (images, source))
         with torch.no_grad():
             parts = [
@@ -50,6 +45,61 @@ class Fidelity(torch.nn.Module):
                 )
             ]
         return torch.cat(parts).float().cpu()
+
+
+class Unchanged:
+    """How much of its source an image keeps, pixel by pixel, outside the asked change: half SSIM, half PSNR over 40 dB, which counts up to
+    40 (CoCoEdit, arXiv 2602.14068).
+
+    Range [-0.5, 1], 1 for an unchanged image. The prompt's metadata `mask` is as of `Fidelity`; without one, the whole image counts, and
+    the reward pulls against the edit. SSIM (Wang et al., 2004) has a Gaussian window of 11 pixels, sigma 1.5, and is the mean over
+    pixels and colours. No weights. It has a gradient. Gamed by an image that is not edited: give it less weight than what rewards the
+    edit.
+    """
+
+    reads_prompts, differentiable = False, True
+
+    def __call__(
+        self, images: Tensor, prompts: list[str], source: Tensor | None = None, mask: list[str | None] | None = None
+    ) -> Tensor:
+        """images and source (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if prompts have no images, or a mask is missing."""
+        keep = _kept(images, source, mask)
+        assert source is not None
+        keep = keep.to(images)
+        changed, kept = (keep * batch + (1 - keep) * 0.5 for batch in (images, source.to(images)))
+        share = keep.flatten(1).sum(1).clamp_min(1e-6)
+        error = (changed - kept).square().mean(1).flatten(1).sum(1) / share
+        psnr = -10 * error.clamp_min(1e-4).log10()
+        similar = (keep * ssim(changed, kept)).mean(1).flatten(1).sum(1) / share
+        return 0.5 * similar + 0.5 * psnr / 40
+
+
+def ssim(x: Tensor, y: Tensor) -> Tensor:
+    """The structural similarity (B, C, H, W) of images (B, C, H, W) in [0, 1] around each pixel, in [-1, 1]."""
+    offsets = torch.arange(-5, 6, dtype=x.dtype, device=x.device)
+    weights = (-(offsets**2) / (2 * 1.5**2)).exp()
+    weights = weights / weights.sum()
+
+    def blurred(values: Tensor) -> Tensor:
+        padded = F.pad(values.flatten(0, 1)[:, None], (5, 5, 5, 5), mode="replicate")
+        return F.conv2d(F.conv2d(padded, weights.view(1, 1, 1, -1)), weights.view(1, 1, -1, 1)).view_as(values)
+
+    mean_x, mean_y = blurred(x), blurred(y)
+    variances = blurred(x * x) - mean_x**2 + blurred(y * y) - mean_y**2
+    covariance = blurred(x * y) - mean_x * mean_y
+    c1, c2 = 0.01**2, 0.03**2
+    return (2 * mean_x * mean_y + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))
+
+
+def _kept(images: Tensor, source: Tensor | None, mask: list[str | None] | None) -> Tensor:
+    """The share (B, 1, H, W) of each pixel that no change was asked for."""
+    if source is None:
+        raise FlowGRPOError("it compares an image with its source, and these prompts have none: give them a column `image`.")
+    keep = torch.ones(len(images), 1, *images.shape[-2:])
+    for row, file in enumerate(mask or []):
+        if file is not None:
+            keep[row] = 1 - _mask(Path(file), (images.shape[-1], images.shape[-2]))
+    return keep
 
 
 def _mask(file: Path, size: tuple[int, int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import functools
 import math
 import os
 import re
@@ -32,6 +33,7 @@ QUESTIONS = {
         "from {low} (not at all) to {high} (perfectly), and nothing else."
     ),
     "checklist": "An image was made for this request:\n{prompt}\n\n{item}\nAnswer with one word, Yes or No.",
+    "echo": "Describe this image in detail.",
 }
 PAIR_QUESTION = (
     "Two images were made for this request:\n{prompt}\n\nWhich of them shows better what was asked for? Answer with one digit: 1 for "
@@ -53,6 +55,7 @@ EDIT_QUESTIONS = {
     "checklist": (
         "The first image was changed by this request, into the second:\n{prompt}\n\n{item}\nAnswer with one word, Yes or No."
     ),
+    "echo": "The first image was changed into the second. Say by which request.",
 }
 EDIT_PAIR_QUESTION = (
     "The first image was changed by this request, in two ways, into the second and the third:\n{prompt}\n\nWhich of the two shows "
@@ -69,9 +72,10 @@ class Judge:
     is smooth; `number` is the number that the model writes, scaled from low..high to 0..1, which is coarse. `expected` is the mean of
     the digits low..high by their probabilities as the first token, scaled to 0..1 (UniWorld-V2, arXiv 2510.16888). `checklist` asks
     the yes/no questions of the prompt's metadata column `checklist`, a list of questions or of {question, weight}, and is the weighted
-    mean of their P(yes). A question can contain {prompt}, {low}, {high}, {item} of a checklist and any metadata column by name. After a
-    malformed answer the question is repeated with a higher temperature and another seed; an image without a usable answer is an error,
-    never a 0.
+    mean of their P(yes). `echo` is the mean log-probability of the prompt's tokens as the answer to a question that does not show
+    the prompt (PromptEcho, arXiv 2604.12652): one pass and no word written, at an endpoint that has vLLM's `prompt_logprobs`. A
+    question can contain {prompt}, {low}, {high}, {item} of a checklist and any metadata column by name. After a malformed answer the
+    question is repeated with a higher temperature and another seed; an image without a usable answer is an error, never a 0.
 
     With `scope: pair` the question is which of two images is better, and the answer P(1) / (P(1) + P(2)) of the first token, or 1 or
     2 as the model writes it; an image's value is its win rate against the others of its group (Pref-GRPO, arXiv 2508.20751). Each
@@ -79,9 +83,9 @@ class Judge:
 
     Where prompts have images, they are shown first, and the built-in questions ask for the change.
 
-    Range [0, 1]. Weights and licence: the endpoint's model, for example Qwen/Qwen2.5-VL-7B-Instruct (Apache-2.0, 17 GB) by
-    `vllm serve`. No memory here. Gamed by images and prompts that address the judge, such as text that says the image is
-    perfect, and by what a small model can't see: counts and spelling first.
+    Range [0, 1], of `echo` any number up to 0. Weights and licence: the endpoint's model, for example Qwen/Qwen2.5-VL-7B-Instruct
+    (Apache-2.0, 17 GB) by `vllm serve`. No memory here. Gamed by images and prompts that address the judge, such as text that says
+    the image is perfect, and by what a small model can't see: counts and spelling first.
 
     Args:
         url: base URL of the endpoint, http://host:port/v1. The API key comes from the environment variable OPENAI_API_KEY.
@@ -101,7 +105,7 @@ class Judge:
         self,
         url: str,
         model: str,
-        answer: Literal["yes_no", "number", "expected", "checklist"] = "yes_no",
+        answer: Literal["yes_no", "number", "expected", "checklist", "echo"] = "yes_no",
         question: str | None = None,
         low: float = 0,
         high: float | None = None,
@@ -179,34 +183,49 @@ class Judge:
         rows = [{name: column[i] for name, column in metadata.items()} for i in range(len(prompts))]
         questions = [self._question(question, {**row, "prompt": prompt}) for row, prompt in zip(rows, prompts, strict=True)]
         try:
-            return torch.tensor(self.client.run(self._all(shown, questions, read)))
+            return torch.tensor(self.client.run(self._all(shown, questions, prompts, read)))
         except NoResponse as error:
             raise RetryableError(f"the judge {self.model} gave no usable answer for an image: {error}") from error
 
     async def _all(
-        self, shown: list[list[Image.Image]], questions: list[str], read: Callable[[httpx.Response], float]
+        self,
+        shown: list[list[Image.Image]],
+        questions: list[str],
+        prompts: list[str],
+        read: Callable[[httpx.Response], float],
     ) -> list[float]:
         semaphore = asyncio.Semaphore(self.concurrency)
 
-        async def judged(images: list[Image.Image], question: str) -> float:
+        async def judged(images: list[Image.Image], question: str, prompt: str) -> float:
             async with semaphore:
-                return await self._judge(images, question, read)
+                return await self._judge(images, question, prompt, read)
 
-        return await gather([judged(images, question) for images, question in zip(shown, questions, strict=True)])
+        return await gather([judged(*asked) for asked in zip(shown, questions, prompts, strict=True)])
 
     def _question(self, question: str, values: dict[str, Any]) -> str:
         """Fill the known placeholders of the question, such as {prompt}; leave other braces unchanged."""
         known = {"low": f"{self.low:g}", "high": f"{self.high:g}", **values}
         return re.sub(r"\{(\w+)\}", lambda m: str(known.get(m[1], m[0])), question)
 
-    async def _judge(self, images: list[Image.Image], question: str, read: Callable[[httpx.Response], float]) -> float:
+    async def _judge(
+        self, images: list[Image.Image], question: str, prompt: str, read: Callable[[httpx.Response], float]
+    ) -> float:
         encoded = [base64.b64encode(await asyncio.to_thread(to_png, image)).decode() for image in images]
         content: list[dict] = [
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}} for png in encoded
         ]
         content.append({"type": "text", "text": question})
         request: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        if self.answer == "number":
+        if self.answer == "echo":
+            request["messages"].append({"role": "assistant", "content": str(prompt)})
+            request |= {
+                "max_tokens": 1,
+                "prompt_logprobs": 1,
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+            }
+            read = functools.partial(echo, prompt=str(prompt))
+        elif self.answer == "number":
             request |= {"max_tokens": 64}
         else:
             request |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
@@ -238,6 +257,23 @@ def _readable(response: httpx.Response) -> Iterator[dict[str, Any]]:
         yield response.json()["choices"][0]
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise InvalidResponse(f"it answered {response.text[:300]!r}") from error
+
+
+def echo(response: httpx.Response, prompt: str) -> float:
+    """The mean log-probability of the prompt's tokens, the last ones that the model has read. InvalidResponse if they are not there."""
+    total, text, count = 0.0, "", 0
+    try:
+        for position in reversed(response.json()["prompt_logprobs"]):
+            token = next(iter(position.values()))  # the one that was read, and after it the likeliest
+            total, text, count = total + token["logprob"], token["decoded_token"] + text, count + 1
+            if prompt.strip() in text:
+                return total / count
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+        pass
+    raise InvalidResponse(
+        "its prompt_logprobs do not end with the prompt: answer=echo needs an endpoint that has `prompt_logprobs` and "
+        "`continue_final_message`, as vLLM"
+    )
 
 
 def yes_share(tokens: list[dict[str, Any]]) -> float:

@@ -32,6 +32,7 @@ REGISTRY = {
     "preference_head": "flow_grpo.rewards.preference_head:PreferenceHead",
     "jpeg_size": "flow_grpo.rewards.pixels:jpeg_size",
     "fidelity": "flow_grpo.rewards.fidelity:Fidelity",
+    "unchanged": "flow_grpo.rewards.fidelity:Unchanged",
     "least_distance": "flow_grpo.rewards.least_distance:LeastDistance",
     "sharpness": "flow_grpo.rewards.pixels:sharpness",
     "motion": "flow_grpo.rewards.pixels:motion",

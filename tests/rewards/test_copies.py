@@ -145,6 +145,6 @@ def test_copies_keep_gradients_and_what_occurs_twice():
 def test_a_reward_of_ours_leaves_its_inputs_unchanged(name):
     prompts = ["a red circle left of a blue square"] * 2 if "shapes" in name else list(PROMPTS)
     prompts = PROMPTS[:1] * 2 if name == "least_distance" else prompts  # a group
-    columns = {"sources": [[picture] for picture in to_pil(signs())]} if name == "fidelity" else {}
+    columns = {"sources": [[picture] for picture in to_pil(signs())]} if name in ("fidelity", "unchanged") else {}
     images = torch.stack([signs()] * 2, 1) if name == "motion" else signs()
     scored_unchanged(name, rewards.load(name), images, prompts, **columns)

@@ -173,7 +173,7 @@ def test_a_prompt_can_fill_in_nothing(endpoint):
 
 
 def test_options_that_make_no_sense():
-    with pytest.raises(ValueError, match="none of number, yes_no, expected, checklist"):
+    with pytest.raises(ValueError, match="none of number, yes_no, expected, checklist, echo"):
         Judge("http://x/v1", "vlm", answer="stars")
     with pytest.raises(ValueError, match="high=10 must be digits"):
         Judge("http://x/v1", "vlm", answer="expected", high=10)
@@ -205,6 +205,33 @@ def test_a_checklist_is_the_weighted_mean_of_its_questions(endpoint):
     assert values.tolist() == pytest.approx([(0.9 + 3 * 0.2) / 4, 0.5])
     asked = sorted(r["messages"][0]["content"][1]["text"] for r in there.requests)
     assert [("a fox" in text, "cats" in text) for text in asked] == [(True, False), (True, False), (False, True)]
+
+
+def read_tokens(*tokens: tuple[str, float]) -> list:
+    """What vLLM says of the tokens that it has read: nothing of the first, of others the token and after it the likeliest."""
+    return [None] + [
+        {"7": {"logprob": logprob, "rank": 3, "decoded_token": token}, "9": {"logprob": -0.1, "decoded_token": "x"}}
+        for token, logprob in tokens
+    ]
+
+
+def test_an_echo_is_the_mean_log_probability_of_the_prompt_alone(endpoint):
+    tokens = read_tokens((" red", -9.0), (" fox", -9.0), ("\n", -5.0), ("a", -1.0), (" red", -2.0), (" fox", -4.5))
+    choice = {"index": 0, "message": {"content": "."}, "logprobs": None}
+    there = endpoint(lambda text, attempt: (200, {"choices": [choice], "prompt_logprobs": tokens}))
+    judge = rewards.load("judge", url=f"{there.url}/v1", model="vlm", answer="echo")
+    assert rewards.score("judge", judge, images(1), ["a red fox"]).tolist() == pytest.approx([-7.5 / 3])
+    asked = there.requests[0]
+    assert asked["messages"][0]["content"][-1]["text"] == "Describe this image in detail."
+    assert asked["messages"][1] == {"role": "assistant", "content": "a red fox"}
+    assert (asked["prompt_logprobs"], asked["continue_final_message"], asked["add_generation_prompt"]) == (1, True, False)
+
+
+@pytest.mark.parametrize("said", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": read_tokens((" cat", -1.0))}], ids=str)
+def test_an_endpoint_that_cannot_echo_is_named(endpoint, said):
+    there = endpoint(lambda text, attempt: (200, {"choices": [{"message": {"content": "."}}], **said}))
+    with pytest.raises(ValueError, match="answer=echo needs an endpoint that has `prompt_logprobs`"):
+        Judge(f"{there.url}/v1", "vlm", answer="echo", attempts=1)(images(1), ["a red fox"])
 
 
 @pytest.mark.parametrize(

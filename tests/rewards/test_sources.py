@@ -11,7 +11,7 @@ from PIL import Image
 from support.reward_servers import Server, Stub, serving
 
 from flow_grpo import rewards
-from flow_grpo.rewards.fidelity import Fidelity
+from flow_grpo.rewards.fidelity import Fidelity, Unchanged, ssim
 from flow_grpo.rewards.human import Human
 from flow_grpo.rewards.images import first_sources
 from flow_grpo.rewards.judge import Judge
@@ -171,6 +171,39 @@ def test_fidelity_is_1_for_the_source_and_ignores_what_the_mask_shows(tmp_path):
         fidelity(changed, ["a", "b"], source=source, mask=["nothing.png", None])
     with pytest.raises(ValueError, match="give them a column `image`"):
         rewards.score("fidelity", fidelity, source, ["a", "b"])
+
+
+def test_unchanged_is_half_ssim_half_psnr_outside_the_mask(tmp_path):
+    """Flat images of a and b: SSIM is (2 a b + c) / (a^2 + b^2 + c), the error (a - b)^2."""
+    unchanged, source = Unchanged(), torch.full((3, 3, 24, 40), 0.5)
+    mask = Image.new("L", (40, 24))
+    mask.paste(255, (20, 0, 40, 24))
+    mask.save(tmp_path / "mask.png")
+    images = source.clone()
+    images[1] += 0.1
+    images[2, ..., 20:] = 1
+    values = unchanged(images, ["a"] * 3, source=source, mask=[None, None, str(tmp_path / "mask.png")])
+    flat = (2 * 0.5 * 0.6 + 1e-4) / (0.5**2 + 0.6**2 + 1e-4)
+    assert values.tolist() == pytest.approx([1, 0.5 * flat + 0.5 * 20 / 40, 1], abs=1e-4)
+    with pytest.raises(ValueError, match="give them a column `image`"):
+        rewards.score("unchanged", unchanged, source, ["a"] * 3)
+
+
+def test_ssim_compares_what_a_window_shows_and_not_its_brightness_alone():
+    stripes = torch.arange(32).remainder(4).div(3).expand(1, 1, 32, 32)
+    inner = (..., slice(8, 24), slice(8, 24))
+    assert ssim(stripes, stripes)[inner].min() == pytest.approx(1, abs=1e-5)
+    assert ssim(stripes, 1 - stripes)[inner].max() < -0.9  # the same means and variances, the opposite pattern
+    noise = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert 0.2 < ssim(stripes, stripes + 0.3 * noise).mean() < 0.9
+
+
+def test_the_gradient_of_unchanged_leads_to_the_source():
+    source = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    images = (source * 0.8).requires_grad_()
+    before = Unchanged()(images, ["a", "b"], source=source)
+    before.sum().backward()
+    assert (Unchanged()(images.detach() + 0.1 * images.grad, ["a", "b"], source=source) > before).all()
 
 
 class Endpoint(Stub):

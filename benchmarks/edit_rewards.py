@@ -1,0 +1,76 @@
+"""Do `unchanged` and `fidelity` tell edits that keep the rest from edits that do not? On images of the embedded model of shapes.
+
+    python benchmarks/edit_rewards.py
+
+The model before training edits the held-out sources, some right and some wrong. The rules of the world say whether each shape that the
+edit does not mean is as it was, and nothing else came. The table has, for each reward, the chance that it values an image that kept
+the rest above one that did not (AUC, 0.5 is chance), with and without a mask of the cell that the edit is about.
+"""
+
+import argparse
+import tempfile
+
+import numpy as np
+import torch
+from PIL import Image
+from scipy.stats import mannwhitneyu
+
+from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
+from flow_grpo.data.grid import from_bytes
+from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.rewards.fidelity import Fidelity, Unchanged
+from flow_grpo.rewards.images import SOURCES, to_pil
+from flow_grpo.rewards.shapes.prompts import parse_edit
+from flow_grpo.rewards.shapes.rules import check_edit, find_shapes
+
+SIDE, CELL = 64, 32
+MOVES = {"above": (0, -1), "below": (0, 1), "left of": (-1, 0), "right of": (1, 0)}
+
+
+def mask_of(prompt: str, source: Image.Image) -> Image.Image:
+    """White in the cell that the edit is about."""
+    edit = parse_edit(prompt)
+    meant = next(s for s in find_shapes(source) if s.shape == edit.shape and edit.color in (None, s.color))
+    x, y = int(meant.x // CELL), int(meant.y // CELL)
+    dx, dy = MOVES[edit.relation] if edit.relation else (0, 0)
+    mask = Image.new("L", (SIDE, SIDE))
+    mask.paste(255, ((x + dx) * CELL, (y + dy) * CELL, (x + dx + 1) * CELL, (y + dy + 1) * CELL))
+    return mask
+
+
+def kept_the_rest(prompt: str, source: Image.Image, image: Image.Image) -> bool:
+    met = check_edit(parse_edit(prompt), find_shapes(source), find_shapes(image)).met
+    return all(value for name, value in met.items() if name.endswith("stays") or name == "nothing else")
+
+
+def auc(values: torch.Tensor, right: torch.Tensor) -> float:
+    return float(mannwhitneyu(values[right], values[~right]).statistic) / int(right.sum() * (~right).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=4, help="of each held-out edit")
+    count = parser.parse_args().images
+    run = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_edit", ["dtype=fp32"]))
+    assert run.eval_set is not None
+    batch = run.eval_set.take(list(range(len(run.eval_set))), count)
+    seeds = [image_seed(0, row // count, row % count) for row in range(len(batch.prompts))]
+    images = generate_images(run.policy, batch.prompts, seeds, steps=10)
+    sources = [of_row[0] for of_row in batch.columns()[SOURCES]]
+    prompts = [str(prompt) for prompt in batch.prompts]
+    right = torch.tensor([kept_the_rest(*row) for row in zip(prompts, sources, to_pil(images), strict=True)])
+    print(
+        f"{len(right)} edits, of which {int(right.sum())} kept the rest\n\n| reward | with a mask | without |\n|---|---|---|"
+    )
+    before = from_bytes(np.stack([np.asarray(source) for source in sources]))
+    with tempfile.TemporaryDirectory() as folder:
+        masks = [f"{folder}/{row}.png" for row in range(len(right))]
+        for mask, prompt, source in zip(masks, prompts, sources, strict=True):
+            mask_of(prompt, source).save(mask)
+        for name, reward in (("unchanged", Unchanged()), ("fidelity", Fidelity(model="flow-grpo-shapes"))):
+            cells = [f"{auc(reward(images, prompts, source=before, mask=mask), right):.3f}" for mask in (masks, None)]
+            print(f"| `{name}` | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
