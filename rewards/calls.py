@@ -189,6 +189,12 @@ def is_ours(code: Any) -> bool:
     return (getattr(code, "__module__", None) or "").startswith("flow_grpo.rewards.")
 
 
+def is_concurrent(reward: Any) -> bool:
+    """Whether several threads may call a reward, or its method, at a time: it only asks other machines."""
+    method = reward.func if isinstance(reward, functools.partial) else reward
+    return getattr(getattr(method, "__self__", method), "concurrent", False) is True
+
+
 def _copied(given: Any, known: dict[int, Any]) -> Any:
     if id(given) not in known:
         known[id(given)] = _new(given, known)

@@ -75,6 +75,14 @@ class DaemonThread:
             del job, future, call  # so that no image is kept in memory while it waits
 
 
+def in_thread(call: Callable[[], Result]) -> "Future[Result]":
+    """Make a call in a daemon thread of its own, on the GPU of this thread."""
+    thread = DaemonThread()
+    future = thread.submit(call)
+    future.add_done_callback(lambda _: thread.close())
+    return future
+
+
 def exit_with_parent(pipe: int) -> None:
     """Exit this process when the other end of a pipe is closed, which happens whenever and however the parent ends."""
 

@@ -19,13 +19,15 @@ from flow_grpo.rewards.calls import (
     check_metadata,
     copied,
     finished,
+    is_concurrent,
     is_ours,
     takes_rows,
 )
 from flow_grpo.rewards.gradients import NoGradient, RewardGradient, check_differentiable, gradient_of, smoothed
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
+from flow_grpo.rewards.interrupt import in_thread
 from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video
-from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded
+from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded, one_sentence
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 COLUMN = "rewards"
@@ -221,8 +223,9 @@ def _call(name: str, reward: Any, batch: _Images, graph: bool = False) -> Tensor
     check_metadata(name, reward, keywords, len(inputs))
     if not is_ours(reward):
         inputs, keywords = copied((inputs, keywords))
+    guard = one_sentence if is_concurrent(reward) else partial(guarded, f"reward {name}")
     try:
-        with guarded(f"reward {name}", lambda error: f"reward {name} raised {error} {on}"), torch.set_grad_enabled(graph):
+        with guard(lambda error: f"reward {name} raised {error} {on}"), torch.set_grad_enabled(graph):
             returned = finished(reward(*inputs, **keywords), graph)
     except UserCodeError as error:
         if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in str(error):
@@ -333,21 +336,42 @@ class WeightedSum:
         """The weights that are not 0."""
         return {name: self.weights[name] for name in self.rewards if self.weights[name] != 0}
 
+    def begin(
+        self, images: Tensor, prompts: list[str], group: Sequence[int] | None = None, /, **metadata: Any
+    ) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
+        """Start what other machines score, and return a function that scores the rest here and returns what a call does."""
+        return self._begin(_Images(images, prompts, metadata, group=group), self._score_one)
+
     def _score_all(self, batch: _Images, score_one: Callable[[str, _Images], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        count, trained, weights = len(batch.prompts), list(self.trained_weights), self.row_weights(batch.metadata)
-        by_name: dict[str, Tensor] = {}
-        for name in self.rewards:
+        return self._begin(batch, score_one)()
+
+    def _begin(
+        self, batch: _Images, score_one: Callable[[str, _Images], Tensor]
+    ) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
+        count, trained = len(batch.prompts), list(self.trained_weights)
+
+        def values(name: str) -> Tensor:
+            weights = self.row_weights(batch.metadata)
             if weights is None or name not in trained:
-                by_name[name] = score_one(name, batch)
-                continue
+                return score_one(name, batch)
             rows = weights[:, trained.index(name)].nonzero()[:, 0].tolist()
-            by_name[name] = torch.full((count,), math.nan)
+            whole = torch.full((count,), math.nan)
             if rows:
-                by_name[name][rows] = score_one(name, batch.take(rows))
-        if weights is None:
-            return sum((self.weights[name] * by_name[name] for name in trained), torch.zeros(count)), by_name
-        parts = [weight * by_name[name] for name, weight in zip(trained, weights.unbind(1), strict=True)]
-        return torch.stack(parts, 1).where(weights != 0, 0).sum(1), by_name
+                whole[rows] = score_one(name, batch.take(rows))
+            return whole
+
+        started = {name: in_thread(partial(values, name)) for name in self.rewards if is_concurrent(self.rewards[name])}
+
+        def finish() -> tuple[Tensor, dict[str, Tensor]]:
+            by_name = {name: values(name) for name in self.rewards if name not in started}
+            by_name = {name: started[name].result() if name in started else by_name[name] for name in self.rewards}
+            weights = self.row_weights(batch.metadata)
+            if weights is None:
+                return sum((self.weights[name] * by_name[name] for name in trained), torch.zeros(count)), by_name
+            parts = [weight * by_name[name] for name, weight in zip(trained, weights.unbind(1), strict=True)]
+            return torch.stack(parts, 1).where(weights != 0, 0).sum(1), by_name
+
+        return finish
 
     def _score_against(self, name: str, batch: _Images) -> Tensor:
         if not self.is_pair(name):

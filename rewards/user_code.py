@@ -90,7 +90,7 @@ def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
     Raises:
         UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C. It is a UserCodeMemoryError if memory ran out.
     """
-    with _one_sentence(sentence), _settings_kept(name), _own_random_numbers(name), _no_exit():
+    with one_sentence(sentence), _settings_kept(name), _own_random_numbers(name), _no_exit():
         yield
 
 
@@ -98,7 +98,8 @@ def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
+def one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
+    """The part of `guarded` that several threads may enter at a time: an exception becomes a UserCodeError."""
     try:
         yield
     except BaseException as error:

@@ -772,16 +772,23 @@ BUGS = [
     (
         "a chunk whose server died scores 0",
         "rewards/serving/client.py",
-        "todo.append(rows)",
-        "values[rows] = 0.0",
+        "own.append(error)",
+        "values[rows] = 0.0\n                    return",
         "tests/rewards/test_serving.py -k replaced",
     ),
     (
         "the values of a chunk are given to the images from the last to the first",
         "rewards/serving/client.py",
-        "values[rows] = await self",
-        "values[rows[::-1]] = await self",
+        "values[rows] = await score(",
+        "values[rows[::-1]] = await score(",
         "tests/rewards/test_serving.py -k order",
+    ),
+    (
+        "every call begins with the first reward server",
+        "rewards/serving/client.py",
+        "start = (call + number) % len(self.servers)",
+        "start = 0",
+        "tests/rewards/test_serving.py -k begin_with",
     ),
     (
         "an image is decoded before its size is known",

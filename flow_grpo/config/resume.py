@@ -40,6 +40,7 @@ RESUMABLE = {
         "rewards.*.options.batch_size",
         "rewards.*.options.timeout",
         "rewards.*.options.token",
+        "rewards.*.options.wait",
     ),
 }
 NOT_SET = "none"

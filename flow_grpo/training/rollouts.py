@@ -1,6 +1,7 @@
 """Sample the images of a batch of prompts, and score them, here or in the background."""
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -90,7 +91,7 @@ class ImageSampler:
                 with self.policy.meter.phase("decode"):
                     latents = trajectories[-1].final
                     images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.microbatch))
-            futures.append(thread.submit(partial(self.score, part, images)))
+            futures.append(thread.submit(self.begin_scoring(part, images)))
         return Trajectory.join(trajectories), futures
 
     def _sample_with_gradients(
@@ -228,8 +229,12 @@ class ImageSampler:
 
     def score(self, batch: PromptBatch, images: Tensor) -> Scores:
         """Scores of B images (B, 3, H, W) in [0, 1]."""
-        total, by_name = self.rewards(images, batch.prompts, batch.group.tolist(), **batch.columns())
-        return Scores(total, by_name)
+        return self.begin_scoring(batch, images)()
+
+    def begin_scoring(self, batch: PromptBatch, images: Tensor) -> Callable[[], Scores]:
+        """Start what other machines score of B images (B, 3, H, W) in [0, 1]; the function scores the rest and returns all."""
+        finish = self.rewards.begin(images, batch.prompts, batch.group.tolist(), **batch.columns())
+        return lambda: Scores(*finish())
 
 
 def trained_steps(window: WindowConfig, sampling_steps: int, training_step: int, seed: int) -> list[int]:

@@ -2,10 +2,13 @@
 
 import asyncio
 import base64
+import itertools
 import json
+import math
 import os
 import sys
-from collections import deque
+import time
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,9 +27,18 @@ from flow_grpo.rewards.serving.retry import (
     NoResponse,
     error_detail,
     gather,
-    post_with_retries,
+    no_usable_answer,
+    pause_before,
+    post,
 )
 from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources
+
+IN_FLIGHT = 4  # requests of one process that a server has at a time, so that a slow connection does not keep it idle
+QUICK = (
+    0.1  # of the timeout: a server that takes longer has one request at a time, since those that wait for others time out
+)
+PROBE_EVERY = 5.0  # seconds between two looks at a server that does not answer
+MAX_SUSPENSION = 600.0  # seconds
 
 
 class NoServer(RetryableError):
@@ -43,13 +55,38 @@ class _Stated:
     columns: list[str] | None  # None for all
 
 
+@dataclass(eq=False)
+class _Server:
+    """A server as this process has seen it.
+
+    Attributes:
+        stated: None before its first answer; till then it gets no images.
+        failure: why it is down; empty if it is not.
+        failures: of requests for scores, since the last one that succeeded.
+        running: requests that it has of this process.
+        seconds: that its last score took; infinite before the first one.
+        answered: when it last said that it is well, or scored.
+        probe: looks whether it is back.
+    """
+
+    url: str
+    stated: _Stated | None = None
+    failure: str = ""
+    failures: int = 0
+    running: int = 0
+    seconds: float = math.inf
+    answered: float = -math.inf
+    probe: asyncio.Task | None = None
+
+
 class Remote:
     """A reward that `flow-grpo serve` runs on other machines, with the same values to the last bit.
 
-    The images are split into chunks of `batch_size`, or of the fewest whole groups that have as many, and each free server takes the
-    next chunk. A failed request is retried up to `attempts` times with growing pauses; then the other servers take over, and the
-    failed one is tried again at the next call. The chunks do not depend on the servers, so neither do the values. If all servers
-    fail, a ValueError is raised: no image ever gets a value that its reward did not return.
+    The images are split into chunks of `batch_size`, or of the fewest whole groups that have as many. Each chunk is one request, to
+    the server that has the fewest; processes and calls begin with different servers. A server that fails is left out, and looked at in
+    the background until it answers; its chunks go to the others. A chunk is tried up to `attempts` times with each server, with growing
+    pauses. The chunks do not depend on the servers, so neither do the values. If all servers fail, NoServer is raised: no image
+    ever gets a value that its reward did not return.
 
     Range, weights, licence and how it is gamed: those of the reward. No memory here. The batch size of a reward model can change the
     last bits of its values: to match a local reward, use a multiple of its batch_size.
@@ -60,6 +97,7 @@ class Remote:
         token: bearer token of the servers; by default the environment variable REWARD_TOKEN, which keeps it out of config files.
         timeout: seconds that one request may take in total, from the connection to the last byte of the answer.
         encoding: send images as float32, or as PNG with 8 bits per channel and a tenth of the size.
+        wait: seconds that the first server may take to answer, for servers that start with the run.
 
     Attributes:
         scope: of the servers' reward.
@@ -69,6 +107,7 @@ class Remote:
     """
 
     elsewhere = True  # the values come from another process, without gradients
+    concurrent = True  # may be called by several threads at a time
     keep_alive = True  # whether connections are reused
     frames: Frames
 
@@ -81,29 +120,52 @@ class Remote:
         timeout: float = 120.0,
         attempts: int = 5,
         encoding: Literal["float", "png"] = "float",
+        wait: float = 0.0,
     ) -> None:
         self.scope = IMAGE
         self._known_scope: str | None = None
         self.client = Client(token or os.environ.get("REWARD_TOKEN"), timeout, keep_alive=self.keep_alive)
-        given = [urls] if isinstance(urls, str) else urls
-        self.urls = [self.client.without_credentials(url.rstrip("/")) for url in given]
-        wrong = [url for url in self.urls if not url.startswith(("http://", "https://"))]
-        if wrong or not self.urls:
-            raise FlowGRPOError(
-                f"remote: {wrong or self.urls} is not a server address; give for example http://10.0.0.2:8000."
-            )
+        given = [self.client.without_credentials(url.rstrip("/")) for url in ([urls] if isinstance(urls, str) else urls)]
+        wrong = [url for url in given if not url.startswith(("http://", "https://"))]
+        if wrong or not given:
+            raise FlowGRPOError(f"remote: {wrong or given} is not a server address; give for example http://10.0.0.2:8000.")
         if encoding not in ("float", "png"):
             raise FlowGRPOError(f"remote: encoding={encoding!r} is neither float nor png.")
         self.reward, self.batch_size, self.attempts, self.encoding = reward, batch_size, attempts, encoding
-        if not timeout > 0 or attempts < 1 or batch_size < 1:
-            raise FlowGRPOError("remote: timeout, attempts and batch_size must be positive.")
-        self._stated: dict[str, _Stated] = {}
+        if not timeout > 0 or attempts < 1 or batch_size < 1 or not 0 <= wait < math.inf:
+            raise FlowGRPOError("remote: timeout, attempts and batch_size must be positive, and wait a number of seconds.")
+        self.servers = [_Server(url) for url in dict.fromkeys(given)]
         self._left_out: set[str] = set()  # columns that the user was told of
-        failures = self.client.run(gather([self._failure(url) for url in self.urls]))
-        self.down = {url: failure for url, failure in zip(self.urls, failures, strict=True) if failure}
-        if len(self.down) == len(set(self.urls)):
-            raise NoServer(f"no server for the reward {reward or 'remote'} answers: {self._reasons()}.")
+        rank = os.environ.get("RANK", "0")
+        self._calls = itertools.count(int(rank) if rank.isdecimal() else 0)
+        self._freed = asyncio.Event()  # a server has one request less
+        self.client.run(self._meet(wait))
         self._take_attributes()
+
+    @property
+    def down(self) -> dict[str, str]:
+        """Servers that do not answer, and why."""
+        return {server.url: server.failure for server in self.servers if server.failure}
+
+    async def _meet(self, wait: float) -> None:
+        """Ask the servers how they are until one answers. The others are looked at in the background."""
+        deadline = time.monotonic() + wait
+        for attempt in itertools.count(1):
+            await gather([self._look(server) for server in self.servers])
+            down = self.down
+            if len(down) < len(self.servers):
+                break
+            if attempt >= self.attempts and time.monotonic() >= deadline:
+                raise NoServer(
+                    f"no server for the reward {self.reward or 'remote'} answers: {'; '.join(down.values())}. Servers that "
+                    "start with the run need the option `wait`, in seconds."
+                )
+            if attempt == 1 and wait and os.environ.get("RANK", "0") == "0":
+                print(f"waiting up to {wait:g} s for the reward server {', '.join(down)}", file=sys.stderr, flush=True)
+            await asyncio.sleep(min(0.2 * 2**attempt, 2.0))
+        for server in self.servers:
+            if server.failure:
+                self._probe(server)
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if all servers failed, or one refused the request."""
@@ -139,48 +201,84 @@ class Remote:
         metadata: dict[str, list],
         group: list[int] | None,
     ) -> Tensor:
-        todo, sources = deque(chunks), metadata[SOURCES] if has_sources(metadata) else None
+        sources = metadata[SOURCES] if has_sources(metadata) else None
         columns = metadata if sources is None else {k: v for k, v in metadata.items() if k not in (SOURCE, SOURCES)}
-        values = torch.empty(len(prompts))
+        values, call = torch.empty(len(prompts)), next(self._calls)
 
-        async def work(url: str) -> bool:
-            """Score chunks until none is left; returns False if the server failed, after putting its chunk back."""
-            if url in self.down and not await self._is_back(url):
-                return False
-            if sources is not None and self.encoding == "float" and not self._stated[url].source_tensors:
+        async def score(rows: list[int], server: _Server) -> Tensor:
+            stated = server.stated
+            assert stated
+            if sources is not None and self.encoding == "float" and not stated.source_tensors:
                 raise FlowGRPOError(
-                    f"{url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
+                    f"{server.url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
                 )
-            while todo:
-                rows, read = todo.popleft(), self._stated[url].columns
-                sent = self._sendable(columns) if read is None else {k: v for k, v in columns.items() if k in read}
-                reads_sources = read is None or SOURCE in read or SOURCES in read
-                request = {
-                    "reward": self.reward,
-                    "prompts": [prompts[i] for i in rows],
-                    "metadata": {name: [column[i] for i in rows] for name, column in sent.items()},
-                    **(
-                        {"sources": pack_sources([sources[i] for i in rows])}
-                        if sources is not None and reads_sources
-                        else {}
-                    ),
-                    **({} if group is None else {"group": [group[i] for i in rows]}),
-                }
-                try:
-                    values[rows] = await self._score(url, images[rows], request)
-                except NoResponse as error:
-                    self.down[url] = str(error)
-                    todo.append(rows)
-                    return False
-            return True
+            read = stated.columns
+            sent = self._sendable(columns) if read is None else {k: v for k, v in columns.items() if k in read}
+            reads_sources = read is None or SOURCE in read or SOURCES in read
+            request = {
+                "reward": self.reward,
+                "prompts": [prompts[i] for i in rows],
+                "metadata": {name: [column[i] for i in rows] for name, column in sent.items()},
+                **({"sources": pack_sources([sources[i] for i in rows])} if sources is not None and reads_sources else {}),
+                **({} if group is None else {"group": [group[i] for i in rows]}),
+            }
+            return await self._post(server.url, images[rows], request)
 
-        remaining = self.urls
-        while todo:
-            if not remaining:
-                raise NoServer(f"no server is left for the reward {self.reward or 'remote'}: {self._reasons()}.")
-            succeeded = await gather([work(url) for url in remaining])
-            remaining = [url for url, success in zip(remaining, succeeded, strict=True) if success]
+        async def work(number: int, rows: list[int]) -> None:
+            """Score a chunk by the server that is free first, or by the others if that fails."""
+            start = (call + number) % len(self.servers)
+            order, failures = self.servers[start:] + self.servers[:start], dict[_Server, list[NoResponse]]()
+            while True:
+                server = await self._free(order, failures)
+                own = failures.setdefault(server, [])
+                try:
+                    if own:
+                        await asyncio.sleep(pause_before(len(own), own[-1]))
+                    began = time.monotonic()
+                    values[rows] = await score(rows, server)
+                    server.failures, server.failure, server.answered = 0, "", time.monotonic()
+                    server.seconds = server.answered - began
+                    return
+                except NoResponse as error:
+                    own.append(error)
+                    server.failures += 1
+                    if not error.answered:
+                        server.failure = f"{server.url}: {error}"
+                        self._probe(server)
+                finally:
+                    server.running -= 1
+                    self._freed.set()
+
+        await gather([work(number, rows) for number, rows in enumerate(chunks)])
         return values
+
+    async def _free(self, order: list[_Server], failures: dict[_Server, list[NoResponse]]) -> _Server:
+        """Wait until the best server for a chunk can take it, and count it there. NoServer if all have failed `attempts` times.
+
+        Args:
+            order: the servers, of which the first of several equally good ones is taken.
+            failures: of this chunk.
+        """
+
+        def is_full(server: _Server) -> bool:
+            return server.running >= (IN_FLIGHT if server.seconds < QUICK * self.client.timeout else 1)
+
+        def rank(server: _Server) -> tuple:
+            silent = time.monotonic() - server.answered if server.failure else 0.0
+            return silent, len(failures.get(server, ())), is_full(server), server.running
+
+        while True:
+            left = [one for one in order if one.stated is not None and len(failures.get(one, ())) < self.attempts]
+            if not left:
+                reasons = [no_usable_answer(f"{one.url}/score", len(own), own[-1]) for one, own in failures.items()]
+                reasons += [one.failure for one in order if one not in failures]
+                raise NoServer(f"no server is left for the reward {self.reward or 'remote'}: {'; '.join(reasons)}.")
+            best = min(left, key=rank)
+            if not is_full(best):
+                best.running += 1
+                return best
+            self._freed.clear()
+            await self._freed.wait()
 
     def _sendable(self, columns: dict[str, list]) -> dict[str, list]:
         """The columns for a reward that takes any, without those that JSON can't hold: a warning names each once."""
@@ -194,7 +292,7 @@ class Remote:
             )
         return {name: column for name, column in columns.items() if name not in without}
 
-    async def _score(self, url: str, images: Tensor, request: dict[str, Any]) -> Tensor:
+    async def _post(self, url: str, images: Tensor, request: dict[str, Any]) -> Tensor:
         def read(response: httpx.Response) -> Tensor:
             try:
                 values = [float(value) for value in response.json()["values"]]
@@ -205,32 +303,31 @@ class Remote:
             return torch.tensor(values)
 
         arguments = await asyncio.to_thread(encode, images, request, self.encoding)
-        return await post_with_retries(self.client, f"{url}/score", lambda attempt: arguments, read, self.attempts)
+        return await post(self.client, f"{url}/score", arguments, read)
 
-    async def _is_back(self, url: str) -> bool:
-        try:
-            failure = await self._failure(url)
-        except ValueError as error:  # it restarted with other rewards: use the other servers
-            failure = str(error)
-        if failure:
-            self.down[url] = failure
-        else:
-            self.down.pop(url, None)
-        return not failure
+    def _probe(self, server: _Server) -> None:
+        """Look in the background whether a server is back, if there are others to use in its place."""
+        if len(self.servers) > 1 and (server.probe is None or server.probe.done()):
+            server.probe = asyncio.get_running_loop().create_task(_probing(weakref.ref(self), server))
 
-    async def _failure(self, url: str) -> str:
+    async def _look(self, server: _Server) -> None:
+        """Ask a server how it is. FlowGRPOError as of `_failure`."""
+        server.failure = await self._failure(server)
+
+    async def _failure(self, server: _Server) -> str:
         """Why a server does not answer; empty if it does. FlowGRPOError if it refuses, or does not serve this reward."""
+        url = server.url
         try:
             response = await self.client.request("GET", f"{url}/health", CONNECT_TIMEOUT)
             if response.is_server_error:
                 return f"{url} answered {response.status_code}"
             if not response.is_success:
-                raise FlowGRPOError(f"{url} refused with {response.status_code}: {error_detail(response)}")
+                raise FlowGRPOError(f"{url} refused with {response.status_code}: {_refusal(response)}")
             health = response.json()
             names = [str(name) for name in health["rewards"]]
             name = self.reward or names[0]
             scope = str(health.get("scopes", {}).get(name, IMAGE))  # a server of 0.3 has images alone
-            self._stated[url] = _Stated(  # 0.3 states none of them
+            stated = _Stated(  # 0.3 states none of them
                 health.get("frames", {}).get(name),
                 name in health.get("costly", ()),
                 bool(health.get("source_tensors")),
@@ -253,6 +350,7 @@ class Remote:
         if self.reward is not None and self.reward not in names:
             raise FlowGRPOError(f"{url} does not serve the reward {self.reward}, but {', '.join(names)}.")
         self._check_scope(url, scope)
+        server.stated, server.answered = stated, time.monotonic()
         return ""
 
     def _check_scope(self, url: str, scope: str) -> None:
@@ -266,7 +364,7 @@ class Remote:
 
     def _take_attributes(self) -> None:
         """Take the attributes that the first servers state; later ones change nothing, so that the values stay the same."""
-        stated = [self._stated[url] for url in self.urls if url in self._stated]
+        stated = [server.stated for server in self.servers if server.stated]
         self.costly = any(one.costly for one in stated)
         frames = next((one.frames for one in stated if one.frames is not None), None)
         if frames is not None:
@@ -274,8 +372,27 @@ class Remote:
             if not hasattr(self, "frames"):  # an isolated reward that starts again has them
                 self.frames = checked_frames(frames)
 
-    def _reasons(self) -> str:
-        return "; ".join(self.down.values())
+
+async def _probing(client: "weakref.ref[Remote]", server: _Server) -> None:
+    """Look at a server until it answers; later after each failure, since one may say that it is well and fail again."""
+    pause = min(2.0 ** max(server.failures - 1, 0), MAX_SUSPENSION)
+    while True:
+        await asyncio.sleep(pause)
+        remote, pause = client(), PROBE_EVERY
+        if remote is None or not server.failure:
+            return
+        try:
+            await remote._look(server)
+        except ValueError as error:  # it restarted with other rewards
+            server.failure = str(error)
+        del remote
+
+
+def _refusal(response: httpx.Response) -> str:
+    detail = error_detail(response)
+    if response.status_code == 401 and "REWARD_TOKEN" not in detail:
+        detail = f"{detail} Set the environment variable REWARD_TOKEN to the token of the server.".strip()
+    return detail
 
 
 def encode(images: Tensor, request: dict[str, Any], encoding: str) -> dict[str, Any]:

@@ -26,7 +26,16 @@ CREDENTIALS = re.compile(r"(\w+://)([^/?#]*@)([^/?#]*)(.*)")
 
 
 class NoResponse(Exception):
-    """All attempts of a request failed."""
+    """A request got no usable answer, and may get one later.
+
+    Attributes:
+        pause: seconds that the server asks to wait before the next attempt.
+        answered: whether there was an answer, though no usable one.
+    """
+
+    def __init__(self, reason: str, pause: float = 0.0, answered: bool = True) -> None:
+        super().__init__(reason)
+        self.pause, self.answered = pause, answered
 
 
 class InvalidResponse(Exception):
@@ -102,24 +111,39 @@ async def post_with_retries(
         NoResponse: all attempts failed; the message says how the last one did.
         FlowGRPOError: the server refused the request, and would refuse it again.
     """
-    reason, pause = "", 0.0
+    failure = NoResponse("")
     for attempt in range(attempts):
-        await asyncio.sleep(pause)
-        pause = min(0.5 * 2**attempt, MAX_PAUSE)
+        await asyncio.sleep(pause_before(attempt, failure))
         try:
-            response = await client.request("POST", url, **request(attempt))
-            if response.status_code in RETRY_STATUSES:
-                reason = f"it answered {response.status_code} {error_detail(response)}".strip()
-                pause = max(pause, _retry_after(response))
-                continue
-            if not response.is_success:
-                raise FlowGRPOError(f"{url} refused the request with {response.status_code}: {error_detail(response)}")
-            return read(response)
-        except httpx.HTTPError as error:
-            reason = f"{type(error).__name__} {error}".strip()
-        except InvalidResponse as error:
-            reason = str(error)
-    raise NoResponse(f"{url} gave no usable answer in {attempts} attempts, lastly: {reason}")
+            return await post(client, url, request(attempt), read)
+        except NoResponse as error:
+            failure = error
+    raise NoResponse(no_usable_answer(url, attempts, failure))
+
+
+async def post(client: Client, url: str, arguments: dict[str, Any], read: Callable[[httpx.Response], Answer]) -> Answer:
+    """POST once. NoResponse if that failed, FlowGRPOError if the server refused the request."""
+    try:
+        response = await client.request("POST", url, **arguments)
+        if response.status_code in RETRY_STATUSES:
+            raise NoResponse(f"it answered {response.status_code} {error_detail(response)}".strip(), _retry_after(response))
+        if not response.is_success:
+            raise FlowGRPOError(f"{url} refused the request with {response.status_code}: {error_detail(response)}")
+        return read(response)
+    except httpx.HTTPError as error:
+        raise NoResponse(f"{type(error).__name__} {error}".strip(), answered=False) from error
+    except InvalidResponse as error:
+        raise NoResponse(str(error)) from error
+
+
+def pause_before(attempt: int, failure: NoResponse) -> float:
+    """Seconds before an attempt: none before attempt 0, then twice as many each time, and at least what the server asked for."""
+    return max(min(0.5 * 2 ** (attempt - 1), MAX_PAUSE), failure.pause) if attempt else 0.0
+
+
+def no_usable_answer(url: str, attempts: int, failure: NoResponse) -> str:
+    """A sentence without its end."""
+    return f"{url} gave no usable answer in {attempts} attempts, lastly: {failure}"
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:

@@ -53,6 +53,7 @@ class Isolated(Remote):
         timeout: seconds that loading the reward, and each call, may take.
     """
 
+    concurrent = False  # a call may start another process
     keep_alive = False  # a new connection for each call, so that no old one can be broken
 
     def __init__(

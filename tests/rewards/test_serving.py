@@ -440,6 +440,13 @@ class Scripted(Stub):
         return (said, {"detail": "busy"}) if isinstance(said, int) else (200, {"values": said})
 
 
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_busy_server_and_a_senseless_answer_are_asked_again():
     stub = Scripted(503, [1.0, 2.0], "nonsense", [0.5])
     assert Remote(stub.url, "stub")(pictures(1), ["a"]).tolist() == [0.5]
@@ -472,10 +479,137 @@ def test_a_server_that_fails_is_replaced_and_looked_after_when_it_is_back():
     assert there(pictures(6), list("abcdef")).tolist() == [1.0] * 6
     assert list(there.down) == [gone.url]
     back = Scripted([1.0], port=gone.server_port)
+    until(lambda: not there.down)
     assert there(pictures(6), list("abcdef")).tolist() == [1.0] * 6
-    assert there.down == {}
+    assert back.asked
     good.close()
     back.close()
+
+
+class Meeting(Scripted):
+    """Answers a request of `late` images only when so many are there at a time."""
+
+    def __init__(self, parties: int) -> None:
+        super().__init__([1.0])
+        self.barrier = threading.Barrier(parties)
+
+    def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+        if path == "/score" and "late" in json.loads(body)["prompts"]:
+            self.barrier.wait(60)
+        return super().answer(path, body)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_and_calls_begin_with_different_servers(monkeypatch, rank):
+    monkeypatch.setenv("RANK", str(rank))
+    servers = [Scripted([1.0]), Scripted([1.0])]
+    there = Remote([server.url for server in servers], "stub")
+    for call in range(4):
+        there(pictures(1), ["a"])
+        assert servers[rank].asked == call // 2 + 1
+    assert [server.asked for server in servers] == [2, 2]
+    for server in servers:
+        server.close()
+
+
+def test_the_parts_of_a_batch_are_at_a_server_at_the_same_time():
+    """So that a slow connection delays a batch once. The first answer says that the server is quick."""
+    server = Meeting(3)
+    there = Remote(server.url, "stub", batch_size=1, encoding="png")
+    assert there(pictures(1), ["a"]).tolist() == [1.0]
+    assert there(pictures(3), ["late"] * 3).tolist() == [1.0] * 3
+    server.close()
+
+
+def test_a_server_that_needs_much_of_its_time_gets_one_request_at_a_time():
+    class Slow(Scripted):
+        running = most = 0
+
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            time.sleep(0.1)
+            self.running -= 1
+            return super().answer(path, body)
+
+    server = Slow([1.0])
+    there = Remote(server.url, "stub", batch_size=1)
+    there.client.timeout = 0.9
+    there.attempts = 50
+    assert there(pictures(4), list("abcd")).tolist() == [1.0] * 4
+    assert server.most == 1
+    server.close()
+
+
+def test_rewards_and_parts_that_other_machines_score_do_not_wait_for_each_other():
+    server = Meeting(4)
+    both = {name: Remote(server.url, "stub", encoding="png") for name in ("a", "b")}
+    weighted = rewards.WeightedSum({**both, "here": lambda images, prompts: [5.0]}, {"a": 1.0, "b": 2.0, "here": 1.0})
+    for remote in both.values():
+        remote(pictures(1), ["a"])
+    parts = [weighted.begin(pictures(1), ["late"]) for _ in range(2)]
+    for finish in parts:
+        total, by_name = finish()
+        assert (total.tolist(), list(by_name)) == ([8.0], ["a", "b", "here"])
+    server.close()
+
+
+def test_a_stopped_server_costs_its_timeout_once_and_is_used_again_when_it_answers():
+    class Stopped(Scripted):
+        stopped = True
+
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            while self.stopped:
+                time.sleep(0.02)
+            return super().answer(path, body)
+
+    good, other = Scripted([1.0]), Stopped([1.0])
+    other.stopped = False
+    there = Remote([good.url, other.url], "stub", batch_size=1, timeout=1.5)
+    other.stopped = True
+    assert there(pictures(2), ["a", "b"]).tolist() == [1.0, 1.0]
+    assert list(there.down) == [other.url]
+    began = there.servers[1].failures
+    for _ in range(4):
+        assert there(pictures(2), ["a", "b"]).tolist() == [1.0, 1.0]
+    assert there.servers[1].failures == began == 1
+    other.stopped = False
+    until(lambda: not there.down)
+    before = other.asked
+    there(pictures(4), list("abcd"))
+    assert other.asked > before
+    for server in (good, other):
+        server.close()
+
+
+def test_a_lost_connection_refuses_no_start_and_servers_that_start_later_are_waited_for(capfd):
+    class Losing(Scripted):
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            self.asked += 1
+            return (503, {}) if self.asked < 4 else super().answer(path, body)
+
+    losing = Losing([1.0])
+    Remote(losing.url, "stub")
+    losing.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    later: list[Scripted] = []
+    timer = threading.Timer(0.5, lambda: later.append(Scripted([1.0], port=port)))
+    timer.start()
+    assert Remote(f"http://127.0.0.1:{port}", "stub", attempts=1, wait=60)(pictures(1), ["a"]).tolist() == [1.0]
+    assert f"waiting up to 60 s for the reward server http://127.0.0.1:{port}" in capfd.readouterr().err
+    later[0].close()
+
+
+def test_a_missing_token_is_named_whatever_the_server_says():
+    class Guarded(Stub):
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            return 401, {"detail": "who are you?"}
+
+    guarded = Guarded()
+    with pytest.raises(FlowGRPOError, match=r"refused with 401: who are you\? Set the environment variable REWARD_TOKEN"):
+        Remote(guarded.url, "stub")
+    guarded.close()
 
 
 def test_when_no_server_is_left_it_is_an_error_and_never_a_score():
@@ -549,7 +683,7 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
         threading.Thread(target=accepting, args=[listening, handle], daemon=True).start()
         url, good = f"http://127.0.0.1:{listening.getsockname()[1]}", Scripted([1.0])
         there = Remote(good.url, "stub", timeout=0.4, attempts=2)
-        there.urls, there._stated = [url], {url: there._stated[good.url]}
+        there.servers[0].url = url
         images = torch.zeros(1, 3, 1000, 1000)  # more than a connection holds that nobody reads
         with pytest.raises(ValueError, match=f"in 2 attempts, lastly: .*{reason}"):
             there(images, ["a"])
@@ -610,10 +744,11 @@ def test_a_server_ends_at_sigterm_though_its_reward_hangs(tmp_path):
 def test_a_server_that_never_answers_is_given_up_after_its_time():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_url, good = f"http://127.0.0.1:{silent.getsockname()[1]}", Scripted([1.0])
-        there = Remote([good.url, good.url], "stub", batch_size=1, timeout=0.3, attempts=1)
-        there.urls[1] = silent_url
-        there._stated[silent_url] = there._stated[good.url]
+        other = Scripted([1.0])
+        there = Remote([good.url, other.url], "stub", batch_size=1, timeout=0.3, attempts=1)
+        there.servers[1].url = silent_url
         assert there(pictures(4), list("abcd")).tolist() == [1.0] * 4
+        other.close()
         good.close()
 
 
