@@ -234,7 +234,12 @@ class ImageSampler:
     def begin_scoring(self, batch: PromptBatch, images: Tensor) -> Callable[[], Scores]:
         """Start what other machines score of B images (B, 3, H, W) in [0, 1]; the function scores the rest and returns all."""
         finish = self.rewards.begin(images, batch.prompts, batch.group.tolist(), **batch.columns())
-        return lambda: Scores(*finish())
+
+        def scores() -> Scores:
+            total, by_name = finish()
+            return Scores(total, by_name)
+
+        return scores
 
 
 def trained_steps(window: WindowConfig, sampling_steps: int, training_step: int, seed: int) -> list[int]:
