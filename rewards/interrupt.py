@@ -1,5 +1,6 @@
 """Daemon threads for calls that may hang, and processes that exit with their parent, so that a hanging call never blocks an exit."""
 
+import atexit
 import contextlib
 import os
 import queue
@@ -7,13 +8,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+LAST_CALLS = 5.0  # seconds that a script's end waits for calls that run
 
 
 def current_gpu() -> int | None:
@@ -81,6 +83,12 @@ def in_thread(call: Callable[[], Result]) -> "Future[Result]":
     future = thread.submit(call)
     future.add_done_callback(lambda _: thread.close())
     return future
+
+
+@atexit.register
+def wait_for_last_calls() -> None:
+    """Let running calls end, for some seconds: a thread that is in C++ when the interpreter ends would abort the process."""
+    wait([thread.close() for thread in list(DaemonThread.threads) if thread.busy], LAST_CALLS)
 
 
 def exit_with_parent(pipe: int) -> None:

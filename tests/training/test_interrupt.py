@@ -3,6 +3,8 @@
 import concurrent.futures
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -234,6 +236,27 @@ def test_a_wait_returns_the_result_or_the_error_and_ends_when_the_run_is_to_stop
     assert DaemonThread.any_busy(), "nobody has waited"
     never.set()
     assert futures[0].result(60)
+
+
+SCRIPT = """
+import time, torch
+from flow_grpo.rewards.interrupt import DaemonThread
+def multiply():
+    x, end = torch.randn(500, 500), time.monotonic() + 0.5
+    while time.monotonic() < end:
+        x = x @ x
+thread, other = DaemonThread(), DaemonThread()
+thread.submit(multiply), thread.submit(time.sleep)
+while not thread.busy:
+    pass
+raise SystemExit(3)
+"""
+
+
+def test_a_script_ends_in_its_own_way_while_a_reward_is_within_torch():
+    """A thread that is in C++ when the interpreter is taken down would abort it."""
+    ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_an_error_waits_for_the_call_that_is_under_way():
