@@ -1,14 +1,17 @@
-"""Traces of models that several tests plan with: each is made once, as it takes seconds; and a model that takes fewer."""
+"""What several tests measure of equal models, each once, as it takes seconds: traces and operations; and a model that takes fewer."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy.hub import BUNDLED_MODELS
+from flow_grpo.policy.step_meter import StepMeter
 
 _known: dict[str, ModelTrace] = {}
 
@@ -38,3 +41,18 @@ def two_blocks(folder: Path) -> Path:
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_layers": 2}))
     return folder
+
+
+_counted: dict[str, tuple[int, int]] = {}
+_count = StepMeter._measure
+
+
+def known_operations(
+    meter: StepMeter, transformer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[int, int]:
+    """The operations that a step meter counts by a pass of its own, or those of an equal model called with the same shapes."""
+    weights = [(name, p.shape, p.requires_grad) for name, p in transformer.named_parameters()]
+    key = repr((type(transformer), transformer.config, weights, meter._key(transformer, args, kwargs)[1:]))
+    if key not in _counted:
+        _counted[key] = _count(meter, transformer, args, kwargs)
+    return _counted[key]
