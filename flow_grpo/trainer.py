@@ -149,7 +149,13 @@ class FlowGRPOTrainer:
         with self.policy.meter.phase("advantage"):
             compared = stage.compare(batch, trajectory, scores)
         return experience_of(
-            batch, trajectory, scores, compared, rows_of=args.objective.needs.rows, processes=self.processes
+            batch,
+            trajectory,
+            scores,
+            compared,
+            rows_of=args.objective.needs.rows,
+            updates=args.updates,
+            processes=self.processes,
         )
 
     @property

@@ -1,6 +1,8 @@
 """`flow-grpo train`: fine-tune a model by a config."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +72,8 @@ def train(
         raise FlowGRPOError(f"--resume={resume}: write --resume, or --resume auto, which starts if there is no checkpoint.")
     if "=" in config:  # the first word is a setting: it overrides the default config
         config, overrides = DEFAULT_CONFIG, [config, *overrides]
-    args = FlowGRPOConfig.from_yaml(config, overrides)
+    with nullcontext() if dry_run or show_config else _together():
+        args = FlowGRPOConfig.from_yaml(config, overrides)
     if show_config:
         print(args.to_yaml())
         if not dry_run:
@@ -84,6 +87,18 @@ def train(
         _check(args, num_processes, how)
     else:
         _train(args, how, profile)
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """End all processes of a run, if a launcher has started several, by an error of this one within the block."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    from flow_grpo.distributed.processes import Processes
+
+    with Processes.meet().together():
+        yield
 
 
 @without_library_messages

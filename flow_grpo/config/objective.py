@@ -189,6 +189,11 @@ class Needs:
         return self.rows == "all" and weighs
 
     @property
+    def whole_groups(self) -> bool:
+        """Whether all images of a prompt must be on one process."""
+        return self.group_mean or self.moves is not None or self.rows_per_pair == 2
+
+    @property
     def rows_per_pair(self) -> int:
         """The rows that must stay together in one forward pass."""
         return 2 if self.rows == "best_and_worst" else 1

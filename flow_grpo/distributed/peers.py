@@ -7,6 +7,7 @@ in minutes. Rank 0 reads the counters of all, the others read that of rank 0. An
 import json
 import math
 import os
+import queue
 import signal
 import socket
 import sys
@@ -17,9 +18,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any
 
+import psutil
 import torch
 
 from flow_grpo.distributed.launchers import go_on
@@ -27,6 +30,7 @@ from flow_grpo.distributed.parent import LAUNCHER
 from flow_grpo.errors import PEER_LOST, FlowGRPOError, PeerLost, RetryableError
 from flow_grpo.text import first_line
 
+INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo: the network interface that it uses
 PATIENCE = "FLOW_GRPO_PEER_TIMEOUT"  # environment variable, in seconds: see `patience`
 BEAT = 2.0  # seconds between two signs of life
 SOON = 10.0  # seconds without one that name a lost peer when its connections have broken
@@ -86,6 +90,13 @@ class Peers:
         self._wake.set()
         self._told.wait(3 * BEAT)
 
+    def wait_for_all(self) -> None:
+        """Wait until all processes have come to this point, or raise PeerLost if one of them has failed or is gone."""
+        self.store.set(f"ready/{self.rank}", "1")
+        while not self.store.check([f"ready/{rank}" for rank in range(len(self.hosts))]):
+            self.raise_end()
+            time.sleep(0.05)
+
     def reason(self) -> PeerLost:
         """The error of a process whose connection to another one broke. Waits some seconds until it is known whose process is gone."""
         self.is_leaving, self._limit = True, min(self._limit, SOON)
@@ -138,11 +149,16 @@ class Peers:
                 beat += 1
                 self._write(self._sign or str(beat))
                 self._read()
-                if self._sign or (self.end is not None and self.end.rank == self.rank):
+                if self._sign or (self.end is not None and self.end.rank == self.rank and self._are_told()):
                     self._told.set()
                 self._wake.wait(BEAT)
         self._limit = min(self._limit, SOON)
         self._told.set()
+
+    def _are_told(self) -> bool:
+        """Whether the store may end, with rank 0, without leaving another host in the dark about this process's error."""
+        others = [f"told/{rank}" for rank, host in enumerate(self.hosts) if rank != 0 and host != self.hosts[0]]
+        return self.rank != 0 or all(self._store.check([other]) for other in others)
 
     def _write(self, sign: str) -> None:
         self._store.set(f"sign/{self.rank}", sign)
@@ -159,6 +175,7 @@ class Peers:
         if self.end is None and (end := self._get("end")):
             rank, error = json.loads(end)
             self.end = End(rank, error)
+            self._store.set(f"told/{self.rank}", "1")
         if self._get("broken"):
             self._limit = min(self._limit, SOON)
 
@@ -202,38 +219,74 @@ def meet(rank: int, world_size: int) -> Peers:
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
         store = _connect(address, port, is_server=rank == 0 and not agent_has_store)
-        name, hosts = _gather_hosts(store, world_size) if rank == 0 else _join(store, rank)
+        reached = _route(address, port)[0]
+        name, hosts, reached = _gather_hosts(store, world_size, reached) if rank == 0 else _join(store, rank, reached)
         # a process that waits in the store's get, as NCCL does, keeps the connection to itself
         own = torch.distributed.PrefixStore(f"{name}/peers", _connect(address, port))
     except (RuntimeError, TimeoutError) as error:
         reason = first_line(error).rstrip(".")
         raise RetryableError(
             f"the {world_size} processes of the run don't meet at {address}:{port} ({reason}): set MASTER_PORT to a port "
-            "that no other program uses, MASTER_ADDR to the machine of rank 0, and GLOO_SOCKET_IFNAME to the network interface."
+            "that no other program uses, and MASTER_ADDR to the machine of rank 0."
         ) from error
+    if interface := _interface(_route(reached, port)[1]):
+        os.environ.setdefault(INTERFACE, interface)
     return Peers(rank, hosts, own, torch.distributed.PrefixStore(name, store))
 
 
 def _connect(address: str, port: int, is_server: bool = False) -> Any:
-    return torch.distributed.TCPStore(
-        address,
-        port,
-        is_master=is_server,
-        timeout=timedelta(seconds=patience()),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    """A connection to the store, in a thread: torch waits for ever for another program that has the port and says nothing."""
+    found: queue.Queue[Any] = queue.Queue()
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=patience())
+            store = torch.distributed.TCPStore(
+                address, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
+            found.put(store)
+        except (RuntimeError, TimeoutError) as error:
+            found.put(error)
+
+    threading.Thread(target=connect, name="store", daemon=True).start()
+    try:
+        result = found.get(timeout=2 * patience())
+    except queue.Empty:
+        raise TimeoutError("what listens there is no store of torch") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _gather_hosts(store: Any, world_size: int) -> tuple[str, list[str]]:
-    """The name of the round, and the host of each rank; of rank 0."""
+def _route(host: str, port: int) -> tuple[str, str]:
+    """The address of a host, and that of this machine on the way there. Both are empty if there is no way."""
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(place)  # sends nothing
+                return str(place[0]), probe.getsockname()[0]
+    return "", ""
+
+
+def _interface(address: str) -> str | None:
+    """The network interface of this machine that has an address."""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, its in found if address in (one.address.partition("%")[0] for one in its)), None)
+
+
+def _gather_hosts(store: Any, world_size: int, reached: str) -> tuple[str, list[str], str]:
+    """The name of the round, the host of each rank, and the address by which other machines reach that of rank 0; of rank 0.
+
+    A machine may know itself by a loopback address, as after Debian's installer, which no other machine can reach.
+    """
     name, hosts = uuid.uuid4().hex, {0: socket.gethostname()}
+    addresses = {0: reached}
     others = range(1, world_size)
 
     def answered() -> bool:
         for rank in others:
             if store.check([f"hello/{rank}"]):
-                word, hosts[rank] = json.loads(store.get(f"hello/{rank}"))
+                word, hosts[rank], addresses[rank] = json.loads(store.get(f"hello/{rank}"))
                 store.set(f"answer/{word}", name)
         return all(store.check([f"{name}/here/{rank}"]) for rank in others)
 
@@ -241,20 +294,22 @@ def _gather_hosts(store: Any, world_size: int) -> tuple[str, list[str]]:
         _wait(answered, "")
     missing = [rank for rank in others if not store.check([f"{name}/here/{rank}"])]
     named = [hosts[rank] for rank in range(world_size) if rank not in missing]
-    store.set(f"{name}/hosts", json.dumps([named, missing]))
-    return name, _all_here(named, missing)
+    outer = [found for _, found in sorted(addresses.items()) if found and not ip_address(found).is_loopback]
+    reached = [*outer, reached][0]
+    store.set(f"{name}/hosts", json.dumps([named, missing, reached]))
+    return name, _all_here(named, missing), reached
 
 
-def _join(store: Any, rank: int) -> tuple[str, list[str]]:
+def _join(store: Any, rank: int, reached: str) -> tuple[str, list[str], str]:
     """The same, of the other ranks."""
     word = uuid.uuid4().hex
-    store.set(f"hello/{rank}", json.dumps([word, socket.gethostname()]))
+    store.set(f"hello/{rank}", json.dumps([word, socket.gethostname(), reached]))
     _wait(lambda: store.check([f"answer/{word}"]), "rank 0 does not answer")
     name = store.get(f"answer/{word}").decode()
     store.set(f"{name}/here/{rank}", "1")
     _wait(lambda: store.check([f"{name}/hosts"]), "rank 0 does not answer")
-    hosts, missing = json.loads(store.get(f"{name}/hosts"))
-    return name, _all_here(hosts, missing)
+    hosts, missing, reached = json.loads(store.get(f"{name}/hosts"))
+    return name, _all_here(hosts, missing), reached
 
 
 def _all_here(hosts: list[str], missing: list[int]) -> list[str]:

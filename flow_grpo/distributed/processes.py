@@ -1,8 +1,8 @@
 """The processes that share a run: which process has which groups, and the communication between them.
 
-torchrun, `accelerate launch` or `flow-grpo train --num-processes` start them. A group is complete on one process. All processes hold
-the same adapter and optimizer and take the same decisions; only their rows differ. So a run does not depend on the number of
-processes, up to the order in which numbers are added.
+torchrun, `accelerate launch` or `flow-grpo train --num-processes` start them. A group is complete on one process, or split if there
+are too few of them and nothing needs it whole. All processes hold the same adapter and optimizer and take the same decisions; only
+their rows differ. So a run does not depend on the number of processes, up to the order in which numbers are added.
 """
 
 import os
@@ -41,6 +41,7 @@ class Processes:
     """
 
     joined: "Processes | None" = None  # the several processes that this one has joined
+    met: "Processes | None" = None  # those that it has met, before it joins them
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
@@ -60,18 +61,38 @@ class Processes:
         if cls.joined is not None:
             return cls.joined
         is_found = torch.distributed.is_initialized()
-        rank, world_size = _place_in_group() if is_found else _place_in_environment()
-        if world_size < 2:
+        if (torch.distributed.get_world_size() if is_found else cls.meet().world_size) < 2:
             return cls(device=device)
-        end_with_launcher()
+        end_with_launcher()  # also of a group that is there
         cpu = device == "cpu" or not torch.cuda.is_available()
-        processes = cls._join_found(cpu) if is_found else cls._join_new(rank, world_size, cpu)
+        processes = cls._join_found(cpu) if is_found else cls._join_met(cls.meet(), cpu)
         processes._is_found, cls.joined = is_found, processes
         return processes
 
     @classmethod
-    def _join_new(cls, rank: int, world_size: int, cpu: bool) -> "Processes":
-        peers = meet(rank, world_size)
+    def meet(cls) -> "Processes":
+        """Meet the processes that the launcher's environment names, before anything can fail on one machine alone.
+
+        They can do no more yet than end `together`. `from_environment` goes on with them.
+
+        Raises:
+            FlowGRPOError: they don't meet, or the environment names none.
+        """
+        if cls.met is None:
+            rank, world_size = _place_in_environment()
+            if world_size < 2:
+                return cls()
+            end_with_launcher()
+            met = cls(rank, world_size)
+            met.peers = meet(rank, world_size)
+            cls.met = met
+        return cls.met
+
+    @classmethod
+    def _join_met(cls, met: "Processes", cpu: bool) -> "Processes":
+        cls.met, peers, rank, world_size = None, met.peers, met.rank, met.world_size
+        assert peers is not None
+        peers.wait_for_all()  # the group's own way to wait knows nothing of failures
         try:
             processes = cls._join(cpu, store=peers.store, rank=rank, world_size=world_size, timeout=DEVICE_TIMEOUT)
         except RuntimeError as error:
@@ -148,13 +169,19 @@ class Processes:
         self._check_peers()
         return self.world_size == 1 and self.stop_requested
 
-    def owner(self, group: Tensor) -> Tensor:
-        """Rank of the process that each group belongs to: round robin, so that all get equally many."""
-        return group % self.world_size
+    def owner(self, group: Tensor, updates: int) -> Tensor:
+        """Rank of the process that each image of a step (B,) belongs to: all have equally many of each of the step's updates.
 
-    def owns(self, group: Tensor) -> Tensor:
-        """Whether each group belongs to this process."""
-        return self.owner(group) == self.rank
+        Groups are whole, and dealt in turns. If they are too few for that, the images of an update are cut into equal parts.
+        """
+        if len(group.unique()) % (updates * self.world_size) == 0:
+            return group % self.world_size
+        images = len(group) // updates
+        return torch.arange(len(group)) % images * self.world_size // images
+
+    def owns(self, group: Tensor, updates: int) -> Tensor:
+        """Whether each image belongs to this process."""
+        return self.owner(group, updates) == self.rank
 
     def all_gather(self, value: Value) -> list[Value]:
         """The values of all processes, by rank. Every process must call this."""
@@ -255,15 +282,23 @@ class Processes:
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def local_microbatch(self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False) -> int:
+    def local_microbatch(
+        self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False, whole: str | None = None
+    ) -> int:
         """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
 
-        FlowGRPOError if a step can't be shared evenly.
+        Args:
+            whole: what needs all images of a prompt on one process; None if a group may be split.
+
+        Raises:
+            FlowGRPOError: a step can't be shared evenly.
         """
-        if self.world_size > 1 and prompts % (updates * self.world_size):
+        shares = updates * self.world_size
+        if self.world_size > 1 and prompts % shares and (whole or prompts % updates or prompts * images % shares):
+            why = f"{whole} needs all images of a prompt on one" if whole else f"neither are its {prompts * images} images"
             raise FlowGRPOError(
-                f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.world_size}: every process takes "
-                "an equal share of each update."
+                f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.world_size}, and {why}: every "
+                "process takes an equal share of each update."
             )
         rows = prompts * images // self.world_size
         fitting = [n for n in range(1, min(microbatch, rows) + 1) if rows % n == 0 and not (pairs and n % 2)]

@@ -76,10 +76,11 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool | str | N
     report, folder = DryRunReport(["settings"]), Path(args.output_dir)
     early_checks.check_writable(folder)
     early_checks.check_settings(args, num_processes)
-    prompts, held_out = _check_prompts(args, num_processes, report)
+    prompts, held_out = _check_prompts(args, report)
     estimator = check_model(args, num_processes, report, estimate=prompts is not None)
     pipe = None if estimator is None else estimator.trace.policy.pipe
     report.notes += [f"warning: {sentence}" for sentence in method_warnings(args, pipe).values()]
+    report.notes += [f"warning: {sentence}" for sentence in early_checks.small_microbatches(args, num_processes)]
     check_rewards(args, prompts, held_out, None if estimator is None else estimator.trace.image_shape, report)
     if estimator is not None:  # after what may fail, as it takes seconds
         report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))
@@ -97,16 +98,14 @@ def _check_begun(folder: Path, resume: bool | str | None, report: DryRunReport) 
         report.checked.append(f"the run folder {folder}")
 
 
-def _check_prompts(
-    args: FlowGRPOConfig, num_processes: int, report: DryRunReport
-) -> tuple[PromptSet | None, PromptSet | None]:
+def _check_prompts(args: FlowGRPOConfig, report: DryRunReport) -> tuple[PromptSet | None, PromptSet | None]:
     """Return the training prompts and the held-out ones, None for those that are not downloaded or not set."""
     prompts = _load_prompts(args.training_prompts, report)
     held_out = None if args.evaluation.prompts is None else _load_prompts(args.evaluation.prompts, report)
     held_out = held_out and held_out.head(args.evaluation.max_prompts)
     source = args.prompts if isinstance(args.prompts, str) else None
     if prompts is not None:
-        early_checks.check_prompts(args, prompts, held_out, num_processes)
+        early_checks.check_prompts(args, prompts)
         report.checked.append(f"{len(prompts)} prompts")
         held_out_prompts = held_out.prompts if held_out else []
         report.notes += dict.fromkeys([*prompts.notes, *(held_out.notes if held_out else ())])

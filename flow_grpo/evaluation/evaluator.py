@@ -19,7 +19,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scopes import is_video
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.samples import SampleRecorder
+from flow_grpo.run_folder.samples import SampleRecorder, group_images, most_spread_groups
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.types import Evaluation, Experience
@@ -112,9 +112,31 @@ class Evaluator:
                 tracker.warn(step, warning)
 
     def record_groups(self, step: int, experience: Experience) -> None:
-        """Keep some groups of the first training step and of those that are evaluated."""
-        if self.recorder and (step == 1 or self.is_due(step)):
-            self.recorder.samples.save_groups(step, experience, self.policy.decode)
+        """Keep some groups of the first training step and of those that are evaluated. Every process must call it.
+
+        Each decodes its own images of these groups. There are none of given images, which have no rewards.
+        """
+        scores, batch = experience.scores, experience.batch
+        if scores is None or not self.settings.num_images or not (step == 1 or self.is_due(step)):
+            return
+        parts = self.processes.all_gather((self.recorder is not None, batch.group, batch.image, scores.total))
+        is_recorded, *of_rows = zip(*parts, strict=True)
+        if not is_recorded[0]:
+            return
+        group, image, reward = (torch.cat(part) for part in of_rows)
+        order = (group * (image.max() + 1) + image).argsort()  # the same for any number of processes
+        group, image = group[order], image[order]
+        shown = [
+            list(zip(group[rows].tolist(), image[rows].tolist(), strict=True))
+            for rows in most_spread_groups(reward[order], group)
+        ]
+        local = zip(batch.group.tolist(), batch.image.tolist(), strict=True)
+        mine = {key: row for row, key in enumerate(local) if any(key in keys for keys in shown)}
+        pictures = self.processes.gather_on_main(group_images(experience, mine, self.policy.decode))
+        if self.recorder:
+            found = {key: picture for part in pictures for key, picture in part.items()}
+            size = int((group == group[0]).sum())
+            self.recorder.samples.save_groups(step, [[found[key] for key in keys] for keys in shown], size)
 
     def _record(self, step: int, evaluation: Evaluation) -> dict[str, list[hacking.EvaluationRecord]]:
         """Keep an evaluation. Returns the run's evaluations by size; the key "" is the evaluation's own size."""

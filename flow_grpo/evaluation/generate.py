@@ -115,13 +115,15 @@ def evaluate(
     batch = prompts.take(source.local, images_per_prompt)
 
     def score() -> dict[str, Tensor]:
+        if not source.local:  # fewer prompts than processes
+            return {}
         scores = partial(score_images, rewards, _by_prompt(by_number), batch.prompts, batch.columns())
         values = call_interruptibly(partial(scores, group=batch.group.tolist(), of_base=of_base), processes.should_stop)
         return {name: value.view(-1, images_per_prompt).nanmean(1) for name, value in values.items()}
 
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):
         by_process = processes.gather_or_raise(score, (FlowGRPOError, Interrupted))
-    values = {name: _in_prompt_order([part[name] for part in by_process]) for name in by_process[0]}
+    values = {name: _in_prompt_order([part.get(name, torch.zeros(0)) for part in by_process]) for name in by_process[0]}
     if rewards.row_weights(prompts.repeat(1).metadata_columns()) is not None:  # without rewards that no set names
         values = {name: v for name, v in values.items() if name == "reward" or not v.isnan().all()}
     differences = rms_difference(images[: len(second_images)], second_images)
@@ -158,7 +160,7 @@ class _HeldOutImages:
     def generate(self, count: int, number: int) -> Tensor:
         """The images of the first `count` prompts. All processes generate equally many, as sharded weights require."""
         indices = [i for i in self.local if i < count]
-        padding = self.local[:1] * (-(-count // self.processes.world_size) - len(indices))
+        padding = (self.local or [0])[:1] * (-(-count // self.processes.world_size) - len(indices))
         images = generate_images(
             self.model,
             self.prompts.take(indices + padding, 1).prompts,

@@ -48,8 +48,9 @@ LEAST = 0.01  # share of the peak that a setting must save to be named, unless t
 
 def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> FlowGRPOConfig:
     """The config with sizes of a step that divide: prompts rounded up, and the largest micro-batch up to `largest`."""
-    share = args.updates * num_processes
-    prompts = -(-args.prompts_per_step // share) * share
+    share, prompts = args.updates * num_processes, args.prompts_per_step
+    if args.objective.needs.whole_groups or prompts % args.updates or prompts * args.images_per_prompt % share:
+        prompts = -(-prompts // share) * share
     pairs = args.objective.needs.rows_per_pair == 2
     microbatch = Processes(0, num_processes).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})

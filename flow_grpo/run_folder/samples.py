@@ -1,15 +1,16 @@
 """Keeps small images and per-prompt scores of a run, which metrics.jsonl does not hold, for the report and the monitor.
 
-The main process writes, and of the groups its own. Nothing here uses a random number, so a run's metrics are the same without it.
+The main process writes. Nothing here uses a random number, so a run's metrics are the same without it.
 For each evaluation and the training step before it these are at most `evaluation.num_images` + 8 images of prompts and 32 of groups:
 about 0.5 MB of photographs, or 0.2 MB of the embedded model's signs.
 """
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -18,6 +19,7 @@ from torch import Tensor
 from flow_grpo.data.grid import STRIP_FRAMES, save_animation, strips, to_bytes
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
+from flow_grpo.rewards.images import to_bytes as image_bytes
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
@@ -33,6 +35,42 @@ def delete_images_after(folder: Path, step: int) -> None:
     for later, step_folder in layout.step_folders(folder / layout.PICTURES):
         if later > step:
             remove(step_folder)
+
+
+@dataclass(frozen=True)
+class GroupImage:
+    """An image of a training step, as bytes (3, H, W), of a video (F, 3, H, W)."""
+
+    prompt: str
+    pixels: Tensor
+    reward: float
+    rewards: dict[str, float]
+    advantage: float
+
+
+Key = TypeVar("Key")
+
+
+def group_images(
+    experience: Experience, rows: Mapping[Key, int], decode: Callable[[Tensor, int], Tensor]
+) -> dict[Key, GroupImage]:
+    """Some images of a training step, decoded as many at a time as `most_spread_groups` has of a group."""
+    scores, batch = experience.scores, experience.batch
+    assert scores is not None
+    if not rows:
+        return {}
+    advantage = experience.advantage.flatten(1).mean(1) if experience.advantage.ndim > 1 else experience.advantage
+    pixels = image_bytes(decode(experience.trajectory.final[list(rows.values())], IMAGES_PER_GROUP))
+    return {
+        key: GroupImage(
+            batch.prompts[row],
+            pixels[i],
+            reward=scores.total[row].item(),
+            rewards={name: values[row].item() for name, values in scores.by_name.items()},
+            advantage=advantage[row].item(),
+        )
+        for i, (key, row) in enumerate(rows.items())
+    }
 
 
 class SampleRecorder:
@@ -85,25 +123,21 @@ class SampleRecorder:
         shown = [(prompt, layout.prompt_image(i)) for i, prompt in first]
         return [(prompt, layout.still_image(self._folder(step), name)) for prompt, name in shown]
 
-    def save_groups(self, step: int, experience: Experience, decode: Callable[[Tensor, int], Tensor]) -> None:
-        """Write the groups of a training step whose rewards differ most; none for offline data, which has no rewards."""
-        scores, batch = experience.scores, experience.batch
-        if scores is None or not self.num_prompts:
-            return
-        advantage = experience.advantage.flatten(1).mean(1) if experience.advantage.ndim > 1 else experience.advantage
+    def save_groups(self, step: int, groups: list[list[GroupImage]], images_per_prompt: int) -> None:
+        """Write images of some groups of a training step."""
         content = []
-        for number, rows in enumerate(most_spread_groups(scores.total, batch.group)):
-            images = decode(experience.trajectory.final[rows], len(rows))
+        for number, images in enumerate(groups):
             for i, image in enumerate(images):
-                self._save_image(self._folder(step) / layout.group_image(number, i), image, GROUP_IMAGE_WIDTH)
+                pixels = image.pixels.float() / 255
+                self._save_image(self._folder(step) / layout.group_image(number, i), pixels, GROUP_IMAGE_WIDTH)
             content.append(
                 {
-                    "prompt": batch.prompts[rows[0]],
-                    "source": self._save_source(batch.prompts[rows[0]]),
-                    "images": int((batch.group == batch.group[rows[0]]).sum()),
-                    "reward": scores.total[rows].tolist(),
-                    "rewards": {name: values[rows].tolist() for name, values in scores.by_name.items()},
-                    "advantage": advantage[rows].tolist(),
+                    "prompt": images[0].prompt,
+                    "source": self._save_source(images[0].prompt),
+                    "images": images_per_prompt,
+                    "reward": [image.reward for image in images],
+                    "rewards": {name: [image.rewards[name] for image in images] for name in images[0].rewards},
+                    "advantage": [image.advantage for image in images],
                 }
             )
         write_atomic(self._folder(step) / layout.GROUPS, json.dumps({"groups": content}))

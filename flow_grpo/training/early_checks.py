@@ -13,8 +13,8 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.rewards import Reward
-from flow_grpo.rewards.scopes import GROUP, scope_of
+from flow_grpo.rewards import Reward, WeightedSum
+from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.training.losses import check_options, load_custom_function
 
@@ -29,14 +29,49 @@ def check_settings(args: FlowGRPOConfig, num_processes: int) -> None:
         for anchor in stage.objective.anchors:
             if anchor.lora is not None:
                 resolve_lora(anchor.lora)
-        pairs = stage.objective.needs.rows_per_pair == 2
-        Processes(0, num_processes).local_microbatch(
-            stage.prompts_per_step, stage.images_per_prompt, stage.microbatch, stage.updates, pairs
-        )
+        local_microbatch(stage, num_processes, stage.microbatch)
         if stage.objective.needs.critic and num_processes > 1:
             raise FlowGRPOError(
                 f"objective {stage.objective.name} trains its critic on one process, not on {num_processes}: start one."
             )
+
+
+def local_microbatch(args: FlowGRPOConfig, num_processes: int, microbatch: int, rewards: WeightedSum | None = None) -> int:
+    """The micro-batch of one process in a stage, at most that large.
+
+    Args:
+        rewards: the trained ones; None if they are not loaded or have been checked.
+
+    Raises:
+        FlowGRPOError: the processes can't share a step evenly.
+    """
+    needs = args.objective.needs
+    compared = [name for name, reward in (rewards.rewards.items() if rewards else ()) if scope_of(reward) != IMAGE]
+    whole = [*([f"objective {args.objective.name}"] if needs.whole_groups else []), *(f"reward {name}" for name in compared)]
+    if args.memory.shard and args.objective.stepwise and args.objective.shared_initial_noise:
+        whole.append("objective.shared_initial_noise with memory.shard")  # all processes must have as many shared starts
+    return Processes(0, num_processes).local_microbatch(
+        args.prompts_per_step,
+        args.images_per_prompt,
+        microbatch=microbatch,
+        updates=args.updates,
+        pairs=needs.rows_per_pair == 2,
+        whole=next(iter(whole), None),
+    )
+
+
+def small_microbatches(args: FlowGRPOConfig, num_processes: int) -> list[str]:
+    """A sentence for each stage whose micro-batches are smaller than half of what is set, since they divide a process's images."""
+    sentences = {}
+    for _, stage in args.resolved_stages():
+        size = local_microbatch(stage, num_processes, stage.microbatch)
+        images = stage.prompts_per_step * stage.images_per_prompt
+        if 2 * size < stage.microbatch and (num_processes > 1 or size < images):
+            sentences[size] = (
+                f"micro-batches have {size} images, not microbatch={stage.microbatch}: they divide the {images // num_processes} images "
+                "that a process has of a step."
+            )
+    return list(sentences.values())
 
 
 def check_installed(trackers: Iterable[str]) -> None:
@@ -50,12 +85,8 @@ def check_installed(trackers: Iterable[str]) -> None:
             )
 
 
-def check_prompts(args: FlowGRPOConfig, prompts: PromptSet, held_out: PromptSet | None, num_processes: int) -> None:
-    """Check that a step has enough prompts, and that each process has a held-out prompt."""
-    if held_out is not None and len(held_out) < num_processes:
-        raise FlowGRPOError(
-            f"{num_processes} processes need {num_processes} held-out prompts, not {len(held_out)}: give more, or start fewer processes."
-        )
+def check_prompts(args: FlowGRPOConfig, prompts: PromptSet) -> None:
+    """Check that a step has enough prompts."""
     for _, stage in args.resolved_stages():
         if stage.dataset is None:
             sampler_of(prompts, stage.seed).sample(0, stage.prompts_per_step, 1)

@@ -191,6 +191,7 @@ def experience_of(
     compared: Comparison,
     *,
     rows_of: str,
+    updates: int,
     processes: Processes,
 ) -> Experience:
     """What this process learns from: its rows of a step.
@@ -199,9 +200,10 @@ def experience_of(
         batch, scores, compared: of all processes.
         trajectory: of this process.
         rows_of: the images of a group that are trained on, as of `Needs.rows`.
+        updates: of the step.
     """
     rows, rows_per_group = select_rows(rows_of, scores.total, batch.group, compared.has_loss)
-    is_local, states = processes.owns(batch.group), trajectory.gradient_states
+    is_local, states = processes.owns(batch.group, updates), trajectory.gradient_states
     weights = compared.gradient_weights
     return Experience(
         batch=batch.take(is_local.nonzero()[:, 0]),

@@ -48,7 +48,7 @@ class GivenImages:
         """The dataset's images of a training step, encoded `microbatch` at a time, with advantages of 0."""
         count = self.args.prompts_per_step * self.args.images_per_prompt // self.rows_per_pair
         groups = torch.arange(count)
-        local_groups = groups[self.processes.owns(groups)]
+        local_groups = groups[self.processes.owns(groups, self.args.updates)]
         indices = self._example_indices(step, count)
         local_indices = [indices[group] for group in local_groups.tolist()]
         images = [self._load_image(image) for index in local_indices for image in self.examples.images[index]]

@@ -166,10 +166,11 @@ class GradientWeights:
         """The comparison of a step's images, without advantages, with the weight of each local gradient."""
         scored, informative = self.groups.row_masks(batch, scores)
         metrics = reward_metrics(batch, scores, informative)
-        local = batch.take(self.processes.owns(batch.group).nonzero()[:, 0])
+        is_local = self.processes.owns(batch.group, self.groups.args.updates)
+        local = batch.take(is_local.nonzero()[:, 0])
         weights, states = weights_of_rows(self.groups.rewards, local), trajectory.gradient_states
         assert states is not None
-        is_scored = scored[self.processes.owns(batch.group)]
+        is_scored = scored[is_local]
         for name, gradient in states.gradient.items():
             rows = is_scored & (weights[name] != 0)
             squares, fall = gradient.float().square().flatten(1).mean(1).cpu().double()[rows], states.fall[name][rows]
@@ -234,7 +235,8 @@ class Mending:
         assert trajectory.gradient_states is not None
         moves = trajectory.gradient_states.moves
         assert moves is not None
-        parts = self.processes.all_gather((self.processes.owns(batch.group).nonzero()[:, 0], moves.tried, moves.moved))
+        is_local = self.processes.owns(batch.group, self.groups.args.updates)
+        parts = self.processes.all_gather((is_local.nonzero()[:, 0], moves.tried, moves.moved))
         tried, moved = torch.zeros_like(scored), torch.zeros_like(scored)
         for rows, was_tried, was_moved in parts:
             tried[rows], moved[rows] = was_tried, was_moved

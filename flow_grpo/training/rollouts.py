@@ -30,7 +30,7 @@ class ImageSampler:
     """Samples images by the settings of a stage and scores them.
 
     Args:
-        processes: those that share each step; each samples the groups that it owns. If they are asked to stop, `Interrupted` leaves
+        processes: those that share each step; each samples the images that it owns. If they are asked to stop, `Interrupted` leaves
             the rollout: before a forward pass, if there is one process, and while it waits for rewards.
 
     Attributes:
@@ -61,11 +61,12 @@ class ImageSampler:
         return trained_steps(objective.window, self.args.sampling.steps, step, self.args.seed) if objective.stepwise else []
 
     def sample(self, batch: PromptBatch, step: int, thread: DaemonThread) -> tuple[Trajectory, list[Future[Scores]]]:
-        """Sample the images of the groups that this process owns, part by part, and submit each part to the scoring thread.
+        """Sample the images that this process owns, part by part, and submit each part to the scoring thread.
 
-        A part has whole groups and micro-batches. Returns the trajectory, and what will be the scores of its parts.
+        A part has whole micro-batches, and whole groups, unless the processes split them. Returns the trajectory, and what will be the
+        scores of its parts.
         """
-        batch, window = batch.take(self.processes.owns(batch.group).nonzero()[:, 0]), self.window(step)
+        batch, window = batch.take(self.processes.owns(batch.group, self.args.updates).nonzero()[:, 0]), self.window(step)
         trajectories, futures = [], list[Future[Scores]]()
         with self.policy.meter.phase("encode"):
             for model in {
@@ -138,7 +139,7 @@ class ImageSampler:
         return self.score(batch.take(rows), self.policy.decode(latents, self.microbatch)).total
 
     def gather_scores(self, futures: list[Future[Scores]], group: Tensor) -> Scores:
-        """The scores of the rows of all processes, each of which scores its own groups. group is (B,)."""
+        """The scores of the rows of all processes, each of which scores its own. group is (B,)."""
 
         def local_scores() -> Scores:
             with self.policy.meter.phase("reward"):  # what was not done while sampling
@@ -146,7 +147,7 @@ class ImageSampler:
 
         with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (FlowGRPOError, Interrupted)))
-        order = self.processes.owner(group).argsort(stable=True).argsort()
+        order = self.processes.owner(group, self.args.updates).argsort(stable=True).argsort()
         return scores.take(order)
 
     def trajectory(

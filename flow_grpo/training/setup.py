@@ -280,7 +280,7 @@ def _build_run(
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
     early_checks.check_settings(args, processes.world_size)
-    early_checks.check_prompts(args, train_set, eval_set, processes.world_size)
+    early_checks.check_prompts(args, train_set)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
     for prompt_set in (train_set, eval_set or train_set):
         eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())  # raises if a set names a reward that is not there
@@ -308,7 +308,7 @@ def _build_run(
         dtype=policy.dtype,
         reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
     )
-    warnings = [*method_warnings(args, policy.pipe).values()]
+    warnings = [*method_warnings(args, policy.pipe).values(), *early_checks.small_microbatches(args, processes.world_size)]
     if not given_images:
         warnings += [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)]
     return RunParts(

@@ -20,6 +20,7 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
+from flow_grpo.training.early_checks import local_microbatch
 from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import GivenImages, image_size, load_examples
@@ -137,7 +138,7 @@ class Stage:
 
     def set_microbatch(self, microbatch: int) -> None:
         """Set the micro-batch of one process, at most that large."""
-        self._use_microbatch(local_microbatch(self.args, self.processes, microbatch))
+        self._use_microbatch(local_microbatch(self.args, self.processes.world_size, microbatch))
 
     def _use_microbatch(self, microbatch: int) -> None:
         self.microbatch = self.sampler.microbatch = self.update.microbatch = microbatch
@@ -180,17 +181,6 @@ class Stage:
         _, latent_shape = self.policy.schedule(self.args.sampling.steps)
         text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
         return Critic(latent_shape, text_width, self.args.seed)
-
-
-def local_microbatch(args: FlowGRPOConfig, processes: Processes, microbatch: int) -> int:
-    """The micro-batch of one process, at most that large. FlowGRPOError if the processes can't share a step evenly."""
-    return processes.local_microbatch(
-        args.prompts_per_step,
-        args.images_per_prompt,
-        microbatch=microbatch,
-        updates=args.updates,
-        pairs=args.objective.needs.rows_per_pair == 2,
-    )
 
 
 class RunState:
@@ -376,7 +366,7 @@ class RunState:
 
 def check_stage(args: FlowGRPOConfig, policy: Policy, rewards: WeightedSum, processes: Processes) -> None:
     """Raise FlowGRPOError if processes can't share a step of the stage, its given images can't be read, or its rewards have no gradient."""
-    local_microbatch(args, processes, args.microbatch)
+    local_microbatch(args, processes.world_size, args.microbatch, rewards)
     if args.objective.needs.reward_gradient:
         rewards.check_differentiable()
     if args.dataset is not None:

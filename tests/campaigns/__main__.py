@@ -23,6 +23,7 @@ CAMPAIGNS = {  # the options for each count
         "small": ["--rounds", "1"],
         "full": ["--rounds", "3"],
     },
+    "clusters": {"smallest": ["--rows", "srun"], "small": ["--rows", "torchrun", "lost"], "full": []},
     "kills_while_writing": {"smallest": ["--smallest", "--real", "0"], "small": ["--smallest"], "full": []},
     "disk_full": {"smallest": ["--sizes", "300"], "small": ["--sizes", "300", "1500"], "full": []},
     "hostile_inputs": {"smallest": ["--cases", "2"], "small": ["--cases", "30"], "full": ["--cases", "1000"]},

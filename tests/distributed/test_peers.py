@@ -5,6 +5,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,60 @@ def test_words_of_an_earlier_round_in_the_same_store_do_not_count(port, monkeypa
         assert met[1].store.get("address") == f"of round {len(rounds)}".encode()
         rounds.append(met)
     del server
+
+
+def test_an_error_after_the_meeting_is_told_before_the_group_is_joined(port):
+    """Which would wait for an hour, as the process group's own store knows nothing of failures."""
+    found = meet_all(3)
+    found[0].tell(FileNotFoundError("no config"))
+    for other in found[1:]:
+        with pytest.raises(PeerLost, match=r"rank 0 of 3 on .* ended the run: no config"):
+            other.wait_for_all()
+
+
+def test_all_wait_for_the_last_one(port):
+    first, other = meet_all(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.wait_for_all)
+        time.sleep(0.3)
+        assert not waiting.done()
+        other.wait_for_all()
+        waiting.result(5)
+
+
+def test_an_error_of_rank_0_reaches_other_hosts_before_its_store_ends(port):
+    first, other = meet_all(2)
+    first.hosts[:] = other.hosts[:] = ["node1", "node2"]
+    first.tell(ValueError("no paper"))
+    assert other.end == module.End(0, "no paper")
+
+
+def test_gloo_uses_the_interface_by_which_the_others_reach_rank_0(monkeypatch, port):
+    """Rank 0 knows itself by a loopback address, as after Debian's installer; the other rank by one of another interface."""
+    machine = {"lo": ["127.0.0.1", "127.0.1.1"], "eth0": ["10.0.0.1"]}
+    found = {name: [SimpleNamespace(address=address) for address in its] for name, its in machine.items()}
+    monkeypatch.setattr(module.psutil, "net_if_addrs", lambda: found)
+    server = torch.distributed.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(module._join, server, 1, "10.0.0.1")
+        assert module._gather_hosts(server, 2, "127.0.1.1")[2] == "10.0.0.1"
+        assert joined.result(5)[2] == "10.0.0.1"
+    assert module._interface("10.0.0.1") == "eth0"
+    assert module._interface("10.0.0.9") is None
+
+
+def test_another_program_that_has_the_port_and_says_nothing_is_not_waited_for(port, monkeypatch):
+    monkeypatch.setenv("FLOW_GRPO_PEER_TIMEOUT", "0.5")
+    with (
+        socket.create_server(("localhost", port)),
+        pytest.raises(RetryableError, match=r"what listens there is no store of torch.*set MASTER_PORT"),
+    ):
+        meet(1, 2)
+
+
+def test_the_route_to_this_machine_is_its_own_address():
+    assert module._route("127.0.0.1", 29500) == ("127.0.0.1", "127.0.0.1")
+    assert module._route("no.such.host.invalid", 29500) == ("", "")
 
 
 def test_a_peer_that_does_not_come_is_named_by_those_that_did(port, monkeypatch):

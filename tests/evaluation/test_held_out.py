@@ -1,5 +1,6 @@
 """Evaluations with rewards that see several images, and with several images of a prompt."""
 
+import pytest
 import torch
 from support import small_policy as small
 from support.thread_processes import run_as_processes
@@ -82,10 +83,11 @@ def test_where_prompts_name_rewards_and_all_were_dropped_the_sum_has_no_numbers(
     assert sorted(evaluation.images) == [0, 1]
 
 
-def test_two_processes_measure_the_same():
+@pytest.mark.parametrize("count", [2, 8])
+def test_processes_measure_the_same_also_more_than_prompts(count):
     whole = measure(small.policy(), images_per_prompt=2, num_diversity_prompts=3)
     for evaluation in run_as_processes(
-        2, lambda processes: measure(small.policy(), processes, images_per_prompt=2, num_diversity_prompts=3)
+        count, lambda processes: measure(small.policy(), processes, images_per_prompt=2, num_diversity_prompts=3)
     ):
         for name, values in whole.values.items():
             torch.testing.assert_close(evaluation.values[name], values, rtol=1e-4, atol=1e-5)

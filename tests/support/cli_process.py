@@ -47,12 +47,15 @@ class Command:
         return self.output
 
 
-def begin(*words: str, cwd: Path, environment: Mapping[str, str] | None = None) -> Command:
-    """Start flow-grpo with these words, and with these variables beside those of this process."""
+def begin(
+    *words: str, cwd: Path, environment: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
+) -> Command:
+    """Start flow-grpo with these words, and with these variables beside those of this process; `before` is called first in it."""
     before_imports()
     with tempfile.NamedTemporaryFile(delete=False) as file:
         written = Path(file.name)
-    process = FORKS.Process(target=_run, args=(words, str(cwd), str(written), {**os.environ, **(environment or {})}))
+    variables = {**os.environ, **(environment or {})}
+    process = FORKS.Process(target=_run, args=(words, str(cwd), str(written), variables, before))
     process.start()
     return Command(process, written)
 
@@ -71,7 +74,11 @@ def run_anew(*words: str, cwd: Path, code: int = 0) -> str:
     return output
 
 
-def _run(words: tuple[str, ...], cwd: str, written: str, environment: dict[str, str]) -> None:
+def _run(
+    words: tuple[str, ...], cwd: str, written: str, environment: dict[str, str], before: Callable[[], None] | None
+) -> None:
+    if before is not None:
+        before()
     os.environ.clear()  # of the time when the first command was begun
     os.environ.update(environment)
     stream = os.open(written, os.O_WRONLY | os.O_APPEND)

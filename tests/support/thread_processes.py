@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
+
 from flow_grpo.distributed.processes import Processes
 
 
@@ -28,6 +30,13 @@ class ThreadProcesses(Processes):
     def gather_on_main(self, value: Any) -> list:
         values = self.all_gather(value)
         return values if self.is_main else []
+
+    def all_reduce_gradients(self, parameters: list, is_sharded: bool = False) -> None:
+        assert not is_sharded
+        parts = self.all_gather([None if parameter.grad is None else parameter.grad.clone() for parameter in parameters])
+        for parameter, *gradients in zip(parameters, *parts, strict=True):
+            found = [gradient for gradient in gradients if gradient is not None]
+            parameter.grad = torch.stack(found).sum(0) if found else None
 
     def _wait(self) -> None:
         self.turn.release()
