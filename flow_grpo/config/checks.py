@@ -15,6 +15,7 @@ def check_run(args: RunSettings) -> None:
     check_sizes(args)
     check_teachers(args)
     check_kept_graphs(args)
+    check_sharding(args)
     check_offloading(args)
     check_layerwise_casting(args)
     check_full_finetuning(args)
@@ -86,6 +87,12 @@ def check_kept_graphs(args: RunSettings) -> None:
             f"objective.keep_graphs with memory.offload={args.memory.offload}: each graph would hold copies of blocks' weights on "
             "the device; set memory.gradient_checkpointing=true, or keep_graphs=false."
         )
+
+
+def check_sharding(args: RunSettings) -> None:
+    """Raise FlowGRPOError if shards have a place, but there are none."""
+    if args.memory.shard_within is not None and args.memory.shard is None:
+        raise FlowGRPOError(f"memory.shard_within={args.memory.shard_within} is for shards: set memory.shard=fsdp2 too.")
 
 
 def check_full_finetuning(args: RunSettings) -> None:

@@ -26,6 +26,7 @@ RESUMABLE = {
         "memory.gradient_checkpointing",
         "memory.offload",
         "memory.shard",
+        "memory.shard_within",
         "memory.compile",
         "memory.attention_backend",
         "memory.offload_trajectories",

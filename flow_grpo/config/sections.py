@@ -268,6 +268,8 @@ class MemoryConfig(ConfigSection):
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2"] | None = None
     """What is sharded over processes: `fsdp2` or true, the weights under a LoRA, or all of full fine-tuning."""
+    shard_within: Literal["node"] | None = None
+    """`node`: each machine has all weights, in shards on its processes, and gradients alone go between machines (hybrid sharding)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
     attention_backend: str | None = None

@@ -6,11 +6,12 @@ their rows differ. So a run does not depend on the number of processes, up to th
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from flow_grpo.distributed.parent import end_with_launcher
 from flow_grpo.distributed.peers import Peers, meet, peers_of_found_group
 from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError, is_retryable
 from flow_grpo.text import first_line
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Value = TypeVar("Value")
 BUCKET_NUMEL = 2**26  # approximate size of a message between processes, which is copied once
@@ -246,6 +250,22 @@ class Processes:
             from accelerate import PartialState
 
             PartialState._reset_state()  # it would take the group for one that is there
+
+    def mesh_by_machine(self, device: str) -> "DeviceMesh":
+        """The processes as machines x processes of a machine. Every process must call this.
+
+        Raises:
+            FlowGRPOError: the ranks of a machine are not adjacent, or machines have different numbers of them.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        hosts = self.all_gather(socket.gethostname())
+        size = hosts.count(hosts[0])
+        if hosts != [host for host in dict.fromkeys(hosts) for _ in range(size)]:
+            raise FlowGRPOError(
+                f"memory.shard_within=node needs the same number of processes on each machine, with adjacent ranks, not {', '.join(hosts)}."
+            )
+        return init_device_mesh(device, (len(hosts) // size, size), mesh_dim_names=("machine", "process"))
 
     def _check_peers(self) -> None:
         if self.peers is not None:

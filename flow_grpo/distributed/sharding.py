@@ -11,17 +11,22 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 
 def fully_shard_blocks(
-    network: torch.nn.Module, blocks: Iterable[torch.nn.Module], replicated: set[torch.nn.Parameter]
+    network: torch.nn.Module,
+    blocks: Iterable[torch.nn.Module],
+    replicated: set[torch.nn.Parameter],
+    mesh: "DeviceMesh | None" = None,
 ) -> None:
     """Shard a network's weights over the processes (FSDP2, arXiv 2304.11277). A block is gathered while it computes.
 
     Args:
         blocks: the repeated blocks of the network.
         replicated: parameters that every process keeps in full, such as those of a LoRA, which is small.
+        mesh: the processes; with two dimensions, the weights are sharded over the second one, and copied over the first (HSDP).
 
     Raises:
         FlowGRPOError: this torch cannot leave single parameters out.
@@ -31,9 +36,9 @@ def fully_shard_blocks(
     if "ignored_params" not in inspect.signature(fully_shard).parameters:
         raise FlowGRPOError(f"memory.shard needs torch 2.7 or later, and this is {torch.__version__}.")
     for block in blocks:
-        fully_shard(block, ignored_params=replicated)
+        fully_shard(block, mesh=mesh, ignored_params=replicated)
     # shard again after each pass: a process that saves a LoRA alone must not leave the others in another state
-    fully_shard(network, ignored_params=replicated, reshard_after_forward=True)
+    fully_shard(network, mesh=mesh, ignored_params=replicated, reshard_after_forward=True)
 
 
 def is_sharded(value: Tensor) -> "TypeGuard[DTensor]":

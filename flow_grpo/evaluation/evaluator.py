@@ -17,6 +17,7 @@ from flow_grpo.evaluation.generate import check_evaluation_size, evaluate, image
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.images import to_bytes
 from flow_grpo.rewards.scopes import is_video
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import SampleRecorder, group_images, most_spread_groups
@@ -132,7 +133,8 @@ class Evaluator:
         ]
         local = zip(batch.group.tolist(), batch.image.tolist(), strict=True)
         mine = {key: row for row, key in enumerate(local) if any(key in keys for keys in shown)}
-        pictures = self.processes.gather_on_main(group_images(experience, mine, self.policy.decode))
+        decode = lambda latents, count: to_bytes(self.policy.decode(latents, count))  # noqa: E731
+        pictures = self.processes.gather_on_main(group_images(experience, mine, decode))
         if self.recorder:
             found = {key: picture for part in pictures for key, picture in part.items()}
             size = int((group == group[0]).sum())

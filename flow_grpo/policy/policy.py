@@ -205,15 +205,21 @@ class Policy(FlowPipeline):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def shard(self, processes: Processes) -> None:
+    def shard(self, processes: Processes, within_machines: bool = False) -> None:
         """Shard the weights over the processes. From now on all of them call the transformer equally often.
 
-        FlowGRPOError if the pipeline has several experts: processes could call different ones at a time.
+        Args:
+            within_machines: over those of each machine, each of which then holds all weights.
+
+        Raises:
+            FlowGRPOError: the pipeline has several experts, of which processes could call different ones at a time; or machines have
+                different numbers of processes.
         """
         if self.lora.experts:
             raise FlowGRPOError(
                 f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: leave it out."
             )
+        mesh = processes.mesh_by_machine(self.device.type) if within_machines else None
         conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)
         x, rows = torch.zeros(2, *shape), torch.arange(2)
         self.accepts_per_sample_timesteps(x, schedule.timesteps, conditioning, rows)  # while all processes compute alike
@@ -221,7 +227,7 @@ class Policy(FlowPipeline):
             self._probe_images(x, schedule.timesteps)
         transformer = self.pipe.transformer
         replicated = {parameter for name, parameter in transformer.named_parameters() if "lora_" in name}
-        fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated)
+        fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated, mesh)
         self.uses_fsdp, self.meter.counts_flops = True, False  # an extra call would have to run on every process
         self.synced_call_count = lambda calls: max(processes.all_gather(calls))
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from flow_grpo.data.grid import STRIP_FRAMES, save_animation, strips, to_bytes
 from flow_grpo.files import remove, write_atomic, write_errors
 from flow_grpo.image_prompt import images_of
-from flow_grpo.rewards.images import to_bytes as image_bytes
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
@@ -52,7 +51,7 @@ Key = TypeVar("Key")
 
 
 def group_images(
-    experience: Experience, rows: Mapping[Key, int], decode: Callable[[Tensor, int], Tensor]
+    experience: Experience, rows: Mapping[Key, int], decode_to_bytes: Callable[[Tensor, int], Tensor]
 ) -> dict[Key, GroupImage]:
     """Some images of a training step, decoded as many at a time as `most_spread_groups` has of a group."""
     scores, batch = experience.scores, experience.batch
@@ -60,7 +59,7 @@ def group_images(
     if not rows:
         return {}
     advantage = experience.advantage.flatten(1).mean(1) if experience.advantage.ndim > 1 else experience.advantage
-    pixels = image_bytes(decode(experience.trajectory.final[list(rows.values())], IMAGES_PER_GROUP))
+    pixels = decode_to_bytes(experience.trajectory.final[list(rows.values())], IMAGES_PER_GROUP)
     return {
         key: GroupImage(
             batch.prompts[row],

@@ -211,7 +211,7 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
         if guidance not in (None, policy.guidance):
             check_guidance(policy, guidance, f"leave {section}.guidance out.")
     if args.memory.shard == "fsdp2" and processes.world_size > 1:
-        policy.shard(processes)
+        policy.shard(processes, within_machines=args.memory.shard_within == "node")
     if args.ema_decay:
         policy.ema.start()
     needs_base = any(stage.objective.references for stage in stages)

@@ -405,6 +405,8 @@ KINDS = {
     "LoRA, fsdp2": ["memory.shard=fsdp2"],
     "all weights": ["lora=null"],
     "all weights, fsdp2": ["lora=null", "memory.shard=fsdp2"],
+    "LoRA, fsdp2 within nodes": ["memory.shard=fsdp2", "memory.shard_within=node"],
+    "all weights, fsdp2 within nodes": ["lora=null", "memory.shard=fsdp2", "memory.shard_within=node"],
 }
 
 
@@ -413,7 +415,7 @@ def sent(lab: Lab, places: tuple[int, ...], settings: list[str]) -> list[int]:
     of_runs = []
     for steps in (1, 3):
         shutil.rmtree(lab.folder / "traffic", ignore_errors=True)
-        few = [f"steps={steps}", "save_every=100", "prompts_per_step=12", "images_per_prompt=1", "microbatch=12"]
+        few = [f"steps={steps}", "save_every=100", "prompts_per_step=12", "images_per_prompt=2", "microbatch=6"]
         config = lab.config("traffic", "1", *few, *settings)
         before = [host.bytes_sent() for host in lab.hosts]
         runs = {}

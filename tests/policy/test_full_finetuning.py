@@ -1,12 +1,13 @@
 """`lora: null`: all weights of the transformer are trained."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from diffusers import AutoModel, DiffusionPipeline
 from support.embedded import CALL, PROMPTS, short_run, tiny_policy
-from support.process_runs import config, forked, run_alone, same
+from support.process_runs import call_in_ranks, config, forked, run_alone, same, train_on_machines
 from support.run_contents import MEASURED
 
 from flow_grpo.distributed.processes import Processes
@@ -186,9 +187,19 @@ def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
     torch.testing.assert_close(shared.state_dict(), alone.state_dict(), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [WHOLE, ()])
+def test_shards_within_two_machines_do_what_one_process_does(tmp_path, whole):
+    run_alone(config(tmp_path / "1", *whole))
+    shards = ("memory.shard=true", "memory.shard_within=node")
+    call_in_ranks(partial(train_on_machines, config(tmp_path / "4", *whole, *shards), 2), 4)
+    same(tmp_path / "1", tmp_path / "4")
+
+
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
+        ("memory.shard_within=node", "is for shards: set memory.shard=fsdp2 too"),
         ("objective={name: nft}", "keeps its old policy as a second LoRA"),
         ("memory.quantize=nf4", "lora=null trains all of them"),
     ],

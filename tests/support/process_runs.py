@@ -96,6 +96,13 @@ def _call(work: Callable[[], None], environment: dict[str, str]) -> None:
     work()
 
 
+def train_on_machines(file: Path, processes_of_each: int) -> None:
+    """Train in this rank, whose machine has so many."""
+    name = f"node{int(os.environ['RANK']) // processes_of_each}"
+    socket.gethostname = lambda: name
+    run_alone(file)
+
+
 def forked(config: Path, processes: int, *more: str, code: int = 0) -> str:
     """Runs these ranks to their end; returns what they wrote."""
     return "".join([rank.finish(code, seconds=600) for rank in begin_ranks(config, processes, *more)])
