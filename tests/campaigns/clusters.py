@@ -26,11 +26,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from kills import differences, numbers
 from support.cli_process import Command
-from support.embedded import short_run
+from support.embedded import short_run, tiny_policy
 from support.hosts import Host, inside
 from support.paths import ROOT
 
+from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.distributed.processes import Processes
 from flow_grpo.run_folder import layout
+from flow_grpo.training.setup import prepare_policy
 
 SKIPPED = 77
 PATIENCE = 15  # FLOW_GRPO_PEER_TIMEOUT of these runs
@@ -400,12 +403,13 @@ def tried(lab: Lab, row: Row, reference: Path) -> tuple[list[str], str]:
 
 
 PLACES = {"2 hosts": (0, 1), "3 hosts": (0, 1, 2), "4 hosts": (0, 1, 2, 3), "2 hosts with 2 processes": (0, 0, 1, 1)}
+LARGE = "lora={rank: 64, alpha: 64}"  # beside which what else is sent is small
 KINDS = {
-    "LoRA": [],
-    "LoRA, fsdp2": ["memory.shard=fsdp2"],
+    "LoRA": [LARGE],
+    "LoRA, fsdp2": [LARGE, "memory.shard=fsdp2"],
     "all weights": ["lora=null"],
     "all weights, fsdp2": ["lora=null", "memory.shard=fsdp2"],
-    "LoRA, fsdp2 within nodes": ["memory.shard=fsdp2", "memory.shard_within=node"],
+    "LoRA, fsdp2 within nodes": [LARGE, "memory.shard=fsdp2", "memory.shard_within=node"],
     "all weights, fsdp2 within nodes": ["lora=null", "memory.shard=fsdp2", "memory.shard_within=node"],
 }
 
@@ -432,11 +436,17 @@ def sent(lab: Lab, places: tuple[int, ...], settings: list[str]) -> list[int]:
 
 def print_bytes(lab: Lab) -> None:
     """What a step sends."""
-    print("| run | where | bytes that leave each host in a step |\n|---|---|---|")
+    print("| run | MB of what is trained | where | MB that leave each host in a step |\n|---|---|---|---|")
     for kind, settings in KINDS.items():
+        policy = tiny_policy()
+        prepare_policy(policy, FlowGRPOConfig.from_yaml(lab.config("traffic", "1", *settings)), Processes())
+        count = 4 * sum(parameter.numel() for parameter in policy.trainable_parameters().values())
         for where, places in PLACES.items():
-            numbers_of_hosts = sent(lab, places, settings)[: max(places) + 1]
-            print(f"| {kind} | {where} | {', '.join(f'{number:,}' for number in numbers_of_hosts)} |", flush=True)
+            if "within" in kind and len(set(places)) == len(places):
+                continue  # each process has all weights
+            of_hosts = sent(lab, places, settings)[: max(places) + 1]
+            words = ", ".join(f"{number / 1e6:.2f}" for number in of_hosts)
+            print(f"| {kind} | {count / 1e6:.2f} | {where} | {words} |", flush=True)
 
 
 def main() -> None:
