@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
 from support.paths import ROOT
+from torch.distributed import run as torchrun
 
+from flow_grpo.cli.app import app
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.launchers import VARIABLES, adopt, restarts
+from flow_grpo.distributed.processes import Processes
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OMPI = {
@@ -136,3 +142,32 @@ def test_an_example_script_starts_connected_ranks(tmp_path, script, host):
     command = [str(Path(ROOT) / "examples" / script), "tiny_ocr", "steps=2"]
     output = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
     assert sorted(output.splitlines()) == [f"{rank} 2 {rank} {host} train tiny_ocr steps=2 --resume auto" for rank in (0, 1)]
+
+
+def test_the_pytorchjob_starts_ranks_on_both_nodes_by_the_operators_variables(monkeypatch):
+    job = yaml.safe_load((ROOT / "examples" / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas, processes = job["spec"]["pytorchReplicaSpecs"], job["spec"]["nprocPerNode"]
+    nodes = sum(replica["replicas"] for replica in replicas.values())
+    for rank, kind in enumerate(("Master", "Worker")):
+        pod = replicas[kind]["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["name"] == "pytorch", "else the operator sets no variables"
+        program, *words = container["command"]
+        assert program == "torchrun"
+        sent = {"NNODES": nodes, "NPROC_PER_NODE": processes, "NODE_RANK": rank, "MASTER_ADDR": "flow-grpo-master-0"}
+        for name, value in {**sent, "MASTER_PORT": 23456}.items():
+            monkeypatch.setenv(f"PET_{name}", str(value))
+        given = torchrun.parse_args(words)
+        assert (given.nnodes, given.nproc_per_node, given.node_rank) == (str(nodes), processes, rank)
+        assert (given.master_addr, given.master_port) == ("flow-grpo-master-0", 23456)
+        assert (given.module, given.training_script) == (True, "flow_grpo")
+        command, *more = given.training_script_args
+        train = typer.main.get_command(app).commands[command].make_context(command, more).params
+        assert train["resume"] == "auto"
+        args = FlowGRPOConfig.from_yaml(train["config"], train["overrides"])
+        Processes(0, nodes * int(processes)).local_microbatch(args.prompts_per_step, args.images_per_prompt, 1, 2)
+        mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert "persistentVolumeClaim" in volumes[mounted[str(Path(args.output_dir).parent)]], "all pods write there"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == int(processes)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from support.cli_process import begin
 from support.gradient_sums import add_up_gradients, exchange_values_apart_from_gradients, step_like_one_process
+from support.group_ends import keep_a_found_group, leave_no_group
 from support.paths import ROOT
 from support.process_runs import (
     ACCELERATE,
@@ -286,3 +288,8 @@ def test_gradients_are_put_into_messages_in_order_each_counted_once(monkeypatch)
 
 def test_values_are_exchanged_apart_from_gradients_and_waited_for_longer():
     call_in_ranks(exchange_values_apart_from_gradients, 2)
+
+
+@pytest.mark.parametrize("work", [leave_no_group, keep_a_found_group])
+def test_a_run_destroys_the_process_group_that_it_made_and_none_that_it_found(tmp_path, no_report, work):
+    call_in_ranks(partial(work, tmp_path), 2)
