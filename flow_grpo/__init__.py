@@ -20,6 +20,8 @@ if (
     "torch" not in sys.modules
 ):  # OpenMP reads it once: on a busy machine threads that spin while they wait cost 40 times the work and more
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# onnxruntime, which pipelines of diffusers import too, writes a device id into the user's cache and sends events, unless this is set before
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 __version__ = "0.5.0"
 __all__ = ["FlowGRPOConfig", "FlowGRPOTrainer", "ImagePrompt", "Policy", "PromptSet", "load_policy"]

@@ -1,11 +1,11 @@
 import os
 import sys
+from contextlib import suppress
 
-if sys.path[:1] in (
-    [""],
-    [os.getcwd()],
-):  # else a file rewards.py or datasets.py of the user's would hide a module of that name
-    sys.path.append(sys.path.pop(0))
+with suppress(FileNotFoundError):  # the working folder is gone
+    # else a file rewards.py or datasets.py of the user's would hide a module of that name
+    if sys.path[:1] in ([""], [os.getcwd()]):
+        sys.path.append(sys.path.pop(0))
 
 from flow_grpo.cli.app import run
 

@@ -17,10 +17,6 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.images import to_bytes
 from flow_grpo.rewards.networks import with_index
 
-# onnxruntime writes a device id into the user's cache and sends events, unless this is set before its import.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-
-
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
 DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is given; smaller images are scaled up
 SMALLER_SIDES = (368, 184)  # at which an image without a detected line is read again

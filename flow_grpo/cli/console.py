@@ -63,7 +63,15 @@ class Output:
 
 
 def prepare_streams() -> None:
-    """Let no character, closed pipe or full disk at the other end of stdout and stderr end a command with a traceback."""
+    """Let no character, closed pipe or full disk at the other end of stdout and stderr end a command with a traceback.
+
+    A descriptor of a standard stream that is closed becomes the null device, so that no file or socket gets its number.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
     replace_unprintable()
     sys.stdout, sys.stderr = Output(sys.stdout, True), Output(sys.stderr, False)  # type: ignore[assignment]
 

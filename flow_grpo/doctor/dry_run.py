@@ -139,7 +139,7 @@ def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, 
     try:
         source = hub.resolve_model(args.model)
         if Path(source).is_dir():
-            check_weight_files(source)
+            check_weight_files(source, file=hub.single_file(args.model))
             report.checked.append("the model's files")
         if not estimate:
             return None

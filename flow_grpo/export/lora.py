@@ -135,5 +135,5 @@ def _header(args: FlowGRPOConfig, run: RunReader, title: str) -> dict[str, str]:
         "modelspec.title": title,
         "modelspec.description": f"Prompts: {'; '.join(prompts)}" if prompts else "",
         "ss_output_name": title,
-        "ss_sd_model_name": Path(args.model).name if Path(args.model).is_dir() else args.model,
+        "ss_sd_model_name": Path(args.model).name if Path(args.model).exists() else args.model,
     }

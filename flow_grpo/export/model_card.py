@@ -294,6 +294,11 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     prompt = edited or (run.evaluations[0]["prompts"][0] if run.evaluations else "a photo of a cat")
     base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]
+    if (file := hub.single_file(args.model)) and not merged:
+        transformer = hub.component_class(args.model, "transformer")
+        lines[1] += f", {transformer}"
+        config = f'config={str(file.parent)!r}, subfolder="transformer"'
+        base = f"\n    {str(file.parent)!r}, transformer={transformer}.from_single_file({str(file)!r}, {config})"
     lines += (
         ["from flow_grpo.policy.hub import resolve_model  # finds the embedded model"]
         if args.model in hub.BUNDLED_MODELS and not merged

@@ -33,6 +33,7 @@ ADAPTER_CONFIG = "adapter_config.json"  # beside a LoRA in peft's format: its ra
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+", re.ASCII)
 MAX_ERROR_LENGTH = 250  # of another library's error, in characters
+SCALED = re.compile(r"(scale_weight|weight_scale|scaled_fp8|weight_scale_2)$")  # of tensors in fp8 files of other programs
 NETWORKS = ("transformer", "vae", "text_encoder")  # prefixes of the parts that are networks in every pipeline
 SHARD = r"(?:-\d+-of-\d+)?"
 WEIGHT_FILE = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
@@ -60,8 +61,14 @@ def expert_lora(source: str, component: str) -> Path | None:
         return None
 
 
+def single_file(name: str) -> Path | None:
+    """The file of a model that is given as one, whose weights replace the transformer's of its folder; None for any other model."""
+    file = Path(name).expanduser()
+    return file if name not in BUNDLED_MODELS and file.is_file() else None
+
+
 def resolve_model(name: str) -> str:
-    """The folder or hub id of a model. FlowGRPOError if there is no such folder, or the hub has no such model."""
+    """The folder or hub id of a model, of a single file its folder. FlowGRPOError if there is none, or the hub has no such model."""
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = Path(name).expanduser()
@@ -71,10 +78,12 @@ def resolve_model(name: str) -> str:
             "with memory.quantize=nf4 where memory is short."
         )
     if folder.is_file():
-        raise FlowGRPOError(
-            f"the model {name} is a single file, and a folder in the format of diffusers is needed: in Python, the class of its "
-            "pipeline has from_single_file, and save_pretrained writes such a folder."
-        )
+        if folder.suffix != ".safetensors" or not (folder.parent / INDEX).is_file():
+            raise FlowGRPOError(
+                f"the model {name} is a single file: put it, as .safetensors, into the folder of its base model in the format of "
+                f"diffusers, beside {INDEX}, and give its path there; its transformer takes the place of the folder's."
+            )
+        folder = folder.parent
     if folder.is_dir():
         if not (folder / INDEX).exists():
             raise FlowGRPOError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")
@@ -156,7 +165,9 @@ def component_class(name: str, component: str) -> str | None:
 def _local_index(name: str) -> dict[str, Any]:
     """The model_index.json of a model on this machine; {} if there is none or it is not readable."""
     cached = try_to_load_from_cache(name, INDEX) if looks_like_hub_id(name) else None
-    file = Path(cached) if isinstance(cached, str) else BUNDLED_MODELS.get(name, Path(name)) / INDEX
+    file = single_file(name)
+    folder = file.parent if file else BUNDLED_MODELS.get(name, Path(name))
+    file = Path(cached) if isinstance(cached, str) else folder / INDEX
     try:
         return dict(read_json(file))
     except (ValueError, TypeError):
@@ -252,17 +263,21 @@ def read_index(folder: str | Path) -> Index:
     return Index(pipeline_class, parts, {name: entry for name, entry in entries.items() if name not in parts})
 
 
-def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> None:
+def check_weight_files(folder: str | Path, left_out: Collection[str] = (), file: Path | None = None) -> None:
     """Load all networks as a run does, but on the meta device.
 
     Args:
         left_out: parts that will not be loaded.
+        file: whose weights replace the transformer's.
 
     Raises:
         FlowGRPOError: one of them could not be loaded, or its files lack tensors, which would then be random.
     """
     folder = Path(folder)
     variant = weights_variant(folder)
+    if file is not None:
+        left_out = [*left_out, "transformer"]
+        _check_single_file(file)
     for name, part in networks(read_index(folder)).items():
         quantised = "quantization_config" in _read_json_object(folder / name / "config.json")
         if name in left_out or quantised:  # the library that quantised it may need a GPU
@@ -275,6 +290,17 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = ()) -> No
             if missing := sorted(report["missing_keys"]):
                 more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
                 raise FlowGRPOError(f"its weights lack {missing[0]}{more}; copy or download them again")
+
+
+def _check_single_file(file: Path) -> None:
+    _check_readable(file)
+    check_safetensors(file)
+    with safe_open(file, "pt") as tensors:
+        scaled = next((name for name in tensors.keys() if SCALED.search(name)), None)  # noqa: SIM118
+    if scaled is not None:
+        raise FlowGRPOError(
+            f"the weights in {file} are scaled ({scaled}), and diffusers would read them without their scales: give a file in bf16 or fp16."
+        )
 
 
 def weights_variant(folder: str | Path) -> str | None:

@@ -99,7 +99,7 @@ def _load_base(
     embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
     probe = probe_prompts(hub.pipeline_class(source), call)[0]
     without_encoders = prompts is not None and embeddings.complete([probe, *prompts])
-    options = _loading_options(source, weights_dtype, memory, without_encoders)
+    options = _loading_options(source, weights_dtype, memory, without_encoders, hub.single_file(path_or_name))
     with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
         pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights_dtype, **options)
     return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, call=call)
@@ -144,16 +144,45 @@ def _policy(
     return Policy(pipe, dtype, guidance, embeddings, memory.offload_text_encoders, **call)
 
 
-def _loading_options(source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool) -> dict[str, Any]:
+def _loading_options(
+    source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool, file: Path | None
+) -> dict[str, Any]:
     """Further arguments of `from_pretrained`. Checks the files of a folder. ValueError for what could not be loaded."""
     left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
     options: dict[str, Any] = dict.fromkeys(left_out)
     if memory.quantize not in (None, "fp8_layerwise"):
         options["quantization_config"] = quantization(dtype, hub.pipeline_class(source))
     if Path(source).is_dir():
-        check_weight_files(source, left_out)
+        check_weight_files(source, left_out, file)
         options["variant"] = weights_variant(source)
+    if file is not None:
+        quantized = options.get("quantization_config")
+        options["transformer"] = _transformer_of(file, source, dtype, quantized and quantized.quant_mapping["transformer"])
     return options
+
+
+def _transformer_of(file: Path, source: str, dtype: torch.dtype, quantized: Any) -> torch.nn.Module:
+    """The transformer in a file of one or more parts, by names of its authors or of diffusers. FlowGRPOError if diffusers can't read it."""
+    name = hub.component_class(source, "transformer") or ""
+    part_class = getattr(diffusers, name, None)
+    if not hasattr(part_class, "from_single_file"):
+        raise FlowGRPOError(f"diffusers reads no single files of {name}: give a model's folder.")
+    with load_errors(file), quietly():
+        try:
+            return part_class.from_single_file(  # type: ignore[union-attr]
+                str(file),
+                config=source,
+                subfolder="transformer",
+                torch_dtype=dtype,
+                local_files_only=True,
+                quantization_config=quantized,
+            )
+        except (
+            KeyError,
+            IndexError,
+            NotImplementedError,
+        ) as error:  # of a converter, or of weights that stay on the meta device
+            raise FlowGRPOError(f"it holds no whole {name} by names that diffusers knows") from error
 
 
 def add_trainable_weights(policy: Policy, lora: LoraConfig | None, seed: int) -> None:

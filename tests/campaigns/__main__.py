@@ -25,7 +25,16 @@ CAMPAIGNS = {  # the options for each count
     },
     "clusters": {"smallest": ["--rows", "srun"], "small": ["--rows", "torchrun", "lost"], "full": []},
     "kills_while_writing": {"smallest": ["--smallest", "--real", "0"], "small": ["--smallest"], "full": []},
-    "disk_full": {"smallest": ["--sizes", "300"], "small": ["--sizes", "300", "1500"], "full": []},
+    "disk_full": {
+        "smallest": ["--sizes", "300", "--verbs", "score", "--rooms", "0", "--limits"],
+        "small": ["--sizes", "300", "1500", "--rooms", "8", "--limits", "1"],
+        "full": [],
+    },
+    "odd_environments": {
+        "smallest": ["--environments", "no HOME", "--verbs", "schema"],
+        "small": ["--each", "1"],
+        "full": [],
+    },
     "hostile_inputs": {"smallest": ["--cases", "2"], "small": ["--cases", "30"], "full": ["--cases", "1000"]},
 }
 

@@ -91,7 +91,9 @@ VERBS = {
         "out",
     ),
     "init": Written("init out/a.yaml", "init out/a.yaml --force --reward color", "out"),
-    "doctor --json": Written("doctor --model tiny --json out/a.json", "doctor --model tiny_shapes --json out/a.json", "out"),
+    "doctor --json": Written(
+        "doctor --model tiny dtype=bf16 --json out/a.json", "doctor --model tiny dtype=fp32 --json out/a.json", "out"
+    ),
 }
 SMALLEST = ("export beside others", "rewards fit", "score")
 

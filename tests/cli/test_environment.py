@@ -11,6 +11,9 @@ IMPORTS = """
 from flow_grpo.policy.library_logging import before_imports
 before_imports()
 import matplotlib.figure
+import onnxruntime  # as pipelines of diffusers do
+import time
+time.sleep(0.5)
 import flow_grpo.rewards.ocr
 """
 
@@ -22,3 +25,20 @@ def test_imports_write_no_telemetry_into_the_home_and_nothing_to_the_terminal(tm
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, env={**given, "HOME": str(home)})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert [path.name for path in tmp_path.rglob("*") if "icrosoft" in str(path) or "onnx" in str(path)] == []
+
+
+def test_a_closed_stdin_is_the_null_device_and_a_working_folder_may_be_gone(tmp_path):
+    """Else the first socket that a command opens has the number 0, and `python -m` asks for the folder's name."""
+    code = "import os; from flow_grpo.cli.console import prepare_streams; prepare_streams(); print(os.fstat(0).st_rdev)"
+    commands = {
+        "stdin": [sys.executable, "-c", code],
+        "folder": [sys.executable, "-m", "flow_grpo", "--version"],
+    }
+    ends = {}
+    for name, command in commands.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        start = (lambda: os.close(0)) if name == "stdin" else folder.rmdir
+        ends[name] = subprocess.run(command, cwd=folder, capture_output=True, text=True, preexec_fn=start)
+    assert (ends["stdin"].stdout, ends["stdin"].stderr) == (f"{os.stat(os.devnull).st_rdev}\n", "")
+    assert ends["folder"].stdout.startswith("flow-grpo 0"), ends["folder"].stderr

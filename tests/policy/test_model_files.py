@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.families import TINY
 
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.meta_pipeline import load_meta_pipeline
 from flow_grpo.policy import hub
+from flow_grpo.policy.comfyui import FAMILIES, all_weights
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy
@@ -181,7 +184,7 @@ def test_a_pickle_of_weights_is_loaded_without_log_lines(model, capfd):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("sd3.5_medium.safetensors", "is a single file, and a folder in the format of diffusers is needed"),
+        ("sd3.5_medium.safetensors", "is a single file: put it, as .safetensors, into the folder of its base model"),
         ("flux1-dev-Q4_K_S.gguf", "is a GGUF file, which holds a quantised transformer alone"),
     ],
 )
@@ -191,6 +194,37 @@ def test_a_single_file_as_model_is_one_sentence(tmp_path, monkeypatch, name, sen
     for path in (str(tmp_path / name), f"~/{name}"):
         with pytest.raises(ValueError, match=sentence):
             load_policy(path)
+
+
+def test_a_single_file_takes_the_place_of_its_folders_transformer(model):
+    (weights,) = (model / "transformer").glob("*.safetensors")
+    state = {name: value.float() * 1.5 for name, value in load_file(weights).items()}
+    weights.unlink()
+    file = model / "mine.safetensors"
+    save_file(state, file)
+    loaded = load_policy(str(file), "cpu", "fp32").pipe
+    assert all(torch.equal(value, state[name]) for name, value in loaded.transformer.state_dict().items())
+    assert hub.pipeline_class(str(file)) == "StableDiffusion3Pipeline"
+    name, value = state.popitem()
+    scaled = {name: value, "x.scale_weight": torch.ones(1)}
+    for change, sentence in (({}, "holds no whole SD3Transformer2DModel by names"), (scaled, "weights in .* are scaled")):
+        save_file({**state, **change}, file)
+        with pytest.raises(FlowGRPOError, match=sentence):
+            load_policy(str(file), "cpu", "fp32")
+
+
+def test_a_single_file_has_the_names_of_its_authors(tmp_path):
+    """As `export --merge --format comfyui` writes it, and the published checkpoints are."""
+    pipe = TINY["flux2_klein"].build()
+    pipe.save_pretrained(tmp_path)
+    state = pipe.transformer.state_dict()
+    save_file(all_weights(state, FAMILIES["Flux2Transformer2DModel"].whole), tmp_path / "klein.safetensors")
+    loaded = load_policy(str(tmp_path / "klein.safetensors"), "cpu", "fp32").pipe.transformer.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    state.pop("x_embedder.weight")
+    save_file(all_weights(state, FAMILIES["Flux2Transformer2DModel"].whole), tmp_path / "klein.safetensors")
+    with pytest.raises(FlowGRPOError, match="holds no whole Flux2Transformer2DModel by names"):
+        load_policy(str(tmp_path / "klein.safetensors"), "cpu", "fp32")
 
 
 def test_a_model_in_the_home_folder_is_found(model, monkeypatch):
