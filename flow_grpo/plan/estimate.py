@@ -132,7 +132,10 @@ class StepEstimator:
         available = memory - base - sum(self._persistent().values())
         if base + self.loading.peak > memory or self._offloaded_encoders > available:
             return 0
-        largest = max(0, int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items())))
+        if any(fixed > available for fixed in self._fixed.values()):
+            return 0
+        # a phase of one image at a time, such as sliced decoding, has no slope
+        largest = int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items() if slope > 0))
         while self._keeps_graphs and largest and max(self._transient_of(largest).values()) > available:
             largest -= 1  # what graphs take is not linear
         return largest

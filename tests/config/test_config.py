@@ -47,8 +47,9 @@ def test_presets_of_real_models_use_prompts_that_suit_their_reward():
             assert list(args.rewards) == ["ocr", "fidelity"]
             continue
         (reward,) = args.rewards
-        assert used == prompts.get(reward) or (reward == "pickscore" and "/pickscore_sfw/train.txt" in used[0]), name
-    assert {args.objective.name for args in REAL.values()} == {"grpo", "awm", "nft"}
+        published = {"pickscore": "/pickscore_sfw/train.txt", "hpsv2": "/FlowBP/main/assets/prompts.txt"}
+        assert used == prompts.get(reward) or published[reward] in used[0], name
+    assert {args.objective.name for args in REAL.values()} == {"grpo", "awm", "nft", "pepg", "flowbp"}
 
 
 def test_presets_train_the_published_steps():
@@ -69,7 +70,7 @@ def test_presets_of_real_models_state_their_lora_and_moving_average_themselves()
     for name in REAL:
         own = yaml.safe_load(bundled_file(f"{name}.yaml").read_text())
         assert "ema_decay" in own, name
-        assert {"rank", "alpha"} <= own["lora"].keys(), name
+        assert own["lora"] is None or {"rank", "alpha"} <= own["lora"].keys(), name
         assert "eps" in own["optimizer"], name
 
 
@@ -94,6 +95,8 @@ PUBLISHED = {
     "examples/grpo/lora/z_image/default.yaml": FLOW_FACTORY,
     "ocr_sd3_no_cfg_1node": (1.0, 32, 64, 0.99, 1, 1e-8),  # scxue/advantage_weighted_matching, config/dgx_awm.py
     "sd3_ocr": (1.0, 32, 64, 0.9, 1, 1e-8),  # NVlabs/DiffusionNFT, config/nft.py
+    "sd3_geneval": (1.0, 32, 64, 0.9, 1, 1e-8),  # the same
+    "sd3_5_flowbp_sparse": (3.5, None, None, 0.995, 1, 1e-8),  # RuoyuWang-2077/FlowBP, configs/final; all weights
 }
 
 
@@ -134,9 +137,9 @@ def source_of(preset: str) -> str:
 def test_a_preset_has_the_settings_of_the_published_config_that_it_names(name):
     args, source = REAL[name], source_of(name)
     lora = args.lora
-    settings = (args.guidance, lora.rank, lora.alpha, args.ema_decay, args.ema_every, args.optimizer.eps)
-    assert settings == PUBLISHED[source]
-    assert lora.targets == PUBLISHED_TARGETS.get(source, FlowGRPOConfig().lora.targets)
+    size = (None, None) if lora is None else (lora.rank, lora.alpha)
+    assert (args.guidance, *size, args.ema_decay, args.ema_every, args.optimizer.eps) == PUBLISHED[source]
+    assert lora is None or lora.targets == PUBLISHED_TARGETS.get(source, FlowGRPOConfig().lora.targets)
 
 
 def test_dppo_and_nft_have_the_published_threshold_and_ramp():

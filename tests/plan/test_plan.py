@@ -473,6 +473,15 @@ def test_a_first_run_holds_its_text_encoders_and_offloaded_ones_while_it_encodes
     assert estimator.largest_microbatch(least - 1) == 0, "no room to encode, however small the micro-batch"
 
 
+def test_a_phase_of_one_image_at_a_time_does_not_limit_the_micro_batch():
+    args = FlowGRPOConfig.from_yaml("compare/flowbp", [*LEAN, "memory.vae_slicing=true"])
+    estimator = StepEstimator(args, cuda=True)
+    assert 0 in estimator._per_row.values()
+    largest = estimator.largest_microbatch(24 * GB)
+    assert estimator.estimate(largest).peak <= 24 * GB < estimator.estimate(largest + 1).peak
+    assert estimator.largest_microbatch(estimator.estimate(1).peak - 1) == 0
+
+
 def test_what_does_not_fit_says_what_is_missing_and_which_other_settings_save_it(checkpointed):
     peak = checkpointed.estimate(1).peak
     encoders = text_encoder_bytes(checkpointed.trace.policy.pipe)

@@ -1,11 +1,13 @@
-"""A server on this machine that takes uploads as the Hugging Face hub does, and keeps what it was sent."""
+"""A server on this machine that takes uploads as the Hugging Face hub does and keeps what it was sent, or serves a model."""
 
 import base64
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from flow_grpo.export import model_card
 from flow_grpo.run_folder import layout
@@ -43,13 +45,15 @@ class Hub(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, content: dict | list, status: int = 200):
+    def answer(self, content: dict | list, status: int = 200, headers: dict[str, str] | None = None):
         text = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.send_header("X-Repo-Commit", "0" * 40)
         self.send_header("ETag", '"1"')
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(text)
@@ -58,11 +62,46 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+class ModelHub(Hub):
+    """As much as a download of the model in `server.folder` asks for, under any id."""
+
+    def do_GET(self):
+        folder, path = self.server.folder, self.path.partition("?")[0]
+        names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        if "/resolve/" in path:
+            self.send_file(path.split("/resolve/")[1].split("/", 1)[1], names)
+        elif "/tree/" in path:
+            self.answer([{"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": "0" * 40} for n in names])
+        else:
+            files = [{"rfilename": name} for name in names]
+            self.answer({"id": "/".join(path.split("/")[3:5]), "sha": "0" * 40, "siblings": files, "private": False})
+
+    do_HEAD = do_GET
+
+    def send_file(self, name: str, names: list[str]):
+        if name not in names:
+            self.answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        content = (self.server.folder / name).read_bytes()
+        if self.command == "GET":
+            self.server.asked.append(name)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
 @contextmanager
-def local_hub() -> Iterator[ThreadingHTTPServer]:
-    """A hub within the block. Its `asked` holds the path, the authorization and the body of each POST."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.asked = []
+def local_hub(folder: Path | None = None) -> Iterator[ThreadingHTTPServer]:
+    """A hub within the block.
+
+    Its `asked` holds the path, the authorization and the body of each POST; if it serves the model of a folder, the files that were sent.
+    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), ModelHub if folder else Hub) as server:
+        server.asked, server.folder = [], folder
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
