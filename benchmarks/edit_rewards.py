@@ -9,15 +9,20 @@ the rest above one that did not (AUC, 0.5 is chance), with and without a mask of
 
 import argparse
 import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 from scipy.stats import mannwhitneyu
+from shapes_sheet import policy
 
-from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
+from flow_grpo import FlowGRPOConfig
 from flow_grpo.data.grid import from_bytes
+from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.rewards import Reward
 from flow_grpo.rewards.fidelity import Fidelity, Unchanged
 from flow_grpo.rewards.images import SOURCES, to_pil
 from flow_grpo.rewards.shapes.prompts import parse_edit
@@ -47,29 +52,58 @@ def auc(values: torch.Tensor, right: torch.Tensor) -> float:
     return float(mannwhitneyu(values[right], values[~right]).statistic) / int(right.sum() * (~right).sum())
 
 
+@dataclass(frozen=True)
+class Edits:
+    """Images of the held-out edits, those of a prompt one after the other.
+
+    Attributes:
+        images, sources: (B, 3, H, W) in [0, 1].
+        masks: files that are white in the cell of the edit.
+        kept: whether an image kept what the edit does not mean.
+    """
+
+    images: torch.Tensor
+    sources: torch.Tensor
+    prompts: list[str]
+    masks: list[str]
+    kept: torch.Tensor
+
+
+def held_out_edits(folder: str, count: int, lora: Path | None = None) -> Edits:
+    """`count` images of each held-out edit, of the model before training or with a LoRA; the masks are written into the folder."""
+    args = FlowGRPOConfig.from_yaml("tiny_edit", ["dtype=fp32"])
+    held_out = load_run_prompts(args.evaluation.prompts)
+    batch = held_out.take(list(range(len(held_out))), count)
+    seeds = [image_seed(0, row // count, row % count) for row in range(len(batch.prompts))]
+    images = generate_images(policy(args, lora), batch.prompts, seeds, steps=10)
+    sources = [of_row[0] for of_row in batch.columns()[SOURCES]]
+    prompts = [str(prompt) for prompt in batch.prompts]
+    masks = [f"{folder}/{row}.png" for row in range(len(prompts))]
+    for mask, prompt, source in zip(masks, prompts, sources, strict=True):
+        mask_of(prompt, source).save(mask)
+    kept = torch.tensor([kept_the_rest(*row) for row in zip(prompts, sources, to_pil(images), strict=True)])
+    return Edits(images, from_bytes(np.stack([np.asarray(source) for source in sources])), prompts, masks, kept)
+
+
+def row_of(name: str, reward: Reward, edits: Edits) -> str:
+    """The line of a reward: its AUC with and without masks."""
+    cells = [
+        f"{auc(reward(edits.images, edits.prompts, source=edits.sources, mask=mask), edits.kept):.3f}"
+        for mask in (edits.masks, None)
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4, help="of each held-out edit")
     count = parser.parse_args().images
-    run = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_edit", ["dtype=fp32"]))
-    assert run.eval_set is not None
-    batch = run.eval_set.take(list(range(len(run.eval_set))), count)
-    seeds = [image_seed(0, row // count, row % count) for row in range(len(batch.prompts))]
-    images = generate_images(run.policy, batch.prompts, seeds, steps=10)
-    sources = [of_row[0] for of_row in batch.columns()[SOURCES]]
-    prompts = [str(prompt) for prompt in batch.prompts]
-    right = torch.tensor([kept_the_rest(*row) for row in zip(prompts, sources, to_pil(images), strict=True)])
-    print(
-        f"{len(right)} edits, of which {int(right.sum())} kept the rest\n\n| reward | with a mask | without |\n|---|---|---|"
-    )
-    before = from_bytes(np.stack([np.asarray(source) for source in sources]))
     with tempfile.TemporaryDirectory() as folder:
-        masks = [f"{folder}/{row}.png" for row in range(len(right))]
-        for mask, prompt, source in zip(masks, prompts, sources, strict=True):
-            mask_of(prompt, source).save(mask)
-        for name, reward in (("unchanged", Unchanged()), ("fidelity", Fidelity(model="flow-grpo-shapes"))):
-            cells = [f"{auc(reward(images, prompts, source=before, mask=mask), right):.3f}" for mask in (masks, None)]
-            print(f"| `{name}` | {' | '.join(cells)} |")
+        edits = held_out_edits(folder, count)
+        print(f"{len(edits.kept)} edits, of which {int(edits.kept.sum())} kept the rest\n")
+        print("| reward | with a mask | without |\n|---|---|---|")
+        for name, reward in (("`unchanged`", Unchanged()), ("`fidelity`", Fidelity(model="flow-grpo-shapes"))):
+            print(row_of(name, reward, edits))
 
 
 if __name__ == "__main__":

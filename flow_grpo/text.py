@@ -12,8 +12,6 @@ import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.markup import escape
-
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first characters that a spreadsheet takes for a formula
 PASSWORD = re.compile(r"(\w\w:/{1,2})[^/\s'\"]+@")  # user and password in an address; pathlib takes one slash out of it
 # Characters that change the direction of the text around them, and the byte order mark.
@@ -112,6 +110,8 @@ def visible(text: object) -> str:
 
 def escape_markup(text: object) -> str:
     """For where rich reads markup: no markup of its own, control characters as codes."""
+    from rich.markup import escape  # an isolated reward's interpreter need not have it
+
     return escape(visible(text))
 
 

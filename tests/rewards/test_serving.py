@@ -844,6 +844,13 @@ def test_an_isolated_reward_has_the_local_values_in_another_process_that_may_die
         Isolated("orc")
 
 
+def test_a_server_starts_without_the_packages_that_no_sentence_asks_for():
+    """rich was needed, which an environment of the reward's own lacks."""
+    other = "rich jaxtyping typer httpx psutil scipy cv2 yaml matplotlib diffusers transformers peft accelerate open_clip datasets"
+    code = f"import sys; sys.modules.update(dict.fromkeys({other.split()})); import flow_grpo.rewards.serving.server"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_isolated_reward_ends_when_its_parent_is_killed():
     start = "from flow_grpo.rewards.serving.subprocess import Isolated; import time; r = Isolated('jpeg_size')"
     code = f"{start}; print(r.process.pid, flush=True); time.sleep(60)"
