@@ -12,17 +12,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from scipy.stats import mannwhitneyu
 from shapes_sheet import policy
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.data.grid import from_bytes
 from flow_grpo.data.prompt_mixture import load_run_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
-from flow_grpo.rewards import Reward
+from flow_grpo.rewards import Reward, score
 from flow_grpo.rewards.fidelity import Fidelity, Unchanged
 from flow_grpo.rewards.images import SOURCES, to_pil
 from flow_grpo.rewards.shapes.prompts import parse_edit
@@ -57,13 +55,14 @@ class Edits:
     """Images of the held-out edits, those of a prompt one after the other.
 
     Attributes:
-        images, sources: (B, 3, H, W) in [0, 1].
+        images: (B, 3, H, W) in [0, 1].
+        sources: the source of each, in a list of one.
         masks: files that are white in the cell of the edit.
         kept: whether an image kept what the edit does not mean.
     """
 
     images: torch.Tensor
-    sources: torch.Tensor
+    sources: list[list[Image.Image]]
     prompts: list[str]
     masks: list[str]
     kept: torch.Tensor
@@ -76,21 +75,24 @@ def held_out_edits(folder: str, count: int, lora: Path | None = None) -> Edits:
     batch = held_out.take(list(range(len(held_out))), count)
     seeds = [image_seed(0, row // count, row % count) for row in range(len(batch.prompts))]
     images = generate_images(policy(args, lora), batch.prompts, seeds, steps=10)
-    sources = [of_row[0] for of_row in batch.columns()[SOURCES]]
+    sources = batch.columns()[SOURCES]
     prompts = [str(prompt) for prompt in batch.prompts]
     masks = [f"{folder}/{row}.png" for row in range(len(prompts))]
-    for mask, prompt, source in zip(masks, prompts, sources, strict=True):
+    for mask, prompt, [source] in zip(masks, prompts, sources, strict=True):
         mask_of(prompt, source).save(mask)
-    kept = torch.tensor([kept_the_rest(*row) for row in zip(prompts, sources, to_pil(images), strict=True)])
-    return Edits(images, from_bytes(np.stack([np.asarray(source) for source in sources])), prompts, masks, kept)
+    kept = torch.tensor(
+        [kept_the_rest(*row) for row in zip(prompts, (of_row[0] for of_row in sources), to_pil(images), strict=True)]
+    )
+    return Edits(images, sources, prompts, masks, kept)
 
 
 def row_of(name: str, reward: Reward, edits: Edits) -> str:
     """The line of a reward: its AUC with and without masks."""
-    cells = [
-        f"{auc(reward(edits.images, edits.prompts, source=edits.sources, mask=mask), edits.kept):.3f}"
-        for mask in (edits.masks, None)
+    without: list[str | None] = [None] * len(edits.masks)
+    scores = [
+        score(name, reward, edits.images, edits.prompts, sources=edits.sources, mask=m) for m in (edits.masks, without)
     ]
+    cells = [f"{auc(values, edits.kept):.3f}" for values in scores]
     return f"| {name} | {' | '.join(cells)} |"
 
 

@@ -20,7 +20,8 @@ from scipy.stats import spearmanr
 
 from flow_grpo import rewards
 from flow_grpo.evaluation.image_metrics import rms_difference
-from flow_grpo.rewards import Reward
+from flow_grpo.rewards import Reward, score
+from flow_grpo.rewards.images import to_pil
 
 IMAGES = 4  # of each prompt
 REWARD = Path(__file__).parent / "lpips_reward.py"
@@ -31,7 +32,9 @@ def diversities(edits: Edits, lpips: Reward) -> tuple[torch.Tensor, torch.Tensor
     of_prompt = edits.images.unflatten(0, (-1, IMAGES))
     prompts = edits.prompts[::IMAGES]
     pairs = [(of_prompt[:, a], of_prompt[:, b]) for a, b in itertools.combinations(range(IMAGES), 2)]
-    learned = torch.stack([-lpips(first, prompts, source=second) for first, second in pairs])
+    learned = torch.stack(
+        [-score("LPIPS", lpips, first, prompts, sources=[[image] for image in to_pil(second)]) for first, second in pairs]
+    )
     return learned.mean(0), torch.stack([rms_difference(*pair) for pair in pairs]).mean(0)
 
 
@@ -44,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for lora in [None, given.run] if given.run else [None]:
             edits = held_out_edits(folder, IMAGES, lora)
-            distance = -lpips(edits.images, edits.prompts, source=edits.sources, mask=edits.masks)
+            distance = -score("LPIPS", lpips, edits.images, edits.prompts, sources=edits.sources, mask=edits.masks)
             learned, plain = diversities(edits, lpips)
             print(
                 f"\n{'before training' if lora is None else lora}: {len(edits.kept)} edits, {int(edits.kept.sum())} kept the rest"

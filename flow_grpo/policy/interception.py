@@ -25,7 +25,7 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
     requested_timesteps: Tensor | None = None
     _mu: float | None = None
     _given: tuple[np.ndarray, np.ndarray | None] | None = (
-        None  # sigmas before the shift and timesteps, as the pipeline gave them
+        None  # sigmas before the shift, as the pipeline gave them, and its timesteps, where the scheduler takes them
     )
 
     @classmethod
@@ -51,7 +51,9 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
             sigmas = (
                 np.asarray(timesteps) / count if own else np.linspace(self.sigma_max, self.sigma_min, len(self.timesteps))
             )
-        self._mu, self._given = mu, (np.asarray(sigmas, dtype=float), self.timesteps.double().cpu().numpy() if own else None)
+        used = self.timesteps.double().cpu().numpy()
+        kept = own and np.allclose(used, timesteps)  # diffusers 0.41 computes them from the shifted sigmas all the same
+        self._mu, self._given = mu, (np.asarray(sigmas, dtype=float), used if kept else None)
 
     def shift_table(self) -> Float[Tensor, "M 3"]:
         """`Schedule.shift` of the last `set_timesteps`, by diffusers' own formulas; what a pipeline does to sigmas itself is left out.
