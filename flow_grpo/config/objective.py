@@ -78,7 +78,7 @@ class AnchorConfig(ConfigSection):
     """The reference: the base model; `ema`, a moving average of the policy (AWM's code, arXiv 2509.25050); `guided`, the base model
     with classifier-free guidance (CRD, arXiv 2603.14128); or `teacher`, the base model with a saved LoRA (arXiv 2605.08063)."""
     weight: PositiveFloat
-    """Weight of the KL to it, whose mean is over all images of a step."""
+    """Weight of the KL to it, averaged over all images of a step, including groups with equal rewards."""
     decay: Decay | None = None
     """ema: how slowly the average follows the policy after each training step, 0 at once, 1 never; a number, or a ramp. AWM's code:
     {rate: 0.001, max: 0.3}."""

@@ -184,7 +184,7 @@ class FlowGRPOConfig(RunSettings):
 
 
 def _with_current_settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a file without those of 0.4 that are gone, and with those that moved in their place."""
+    """The settings of a file, without the retired ones of 0.4; moved ones are in their new places."""
     return move_to_objective(drop_retired(expand_objective(values)))
 
 

@@ -146,8 +146,8 @@ class RewardConfig(ConfigSection):
     options: dict[str, Any] = {}
     """Arguments of the reward's constructor."""
     frames: PositiveInt | Literal["first", "last", "all"] | None = None
-    """Of a video, the frames that it sees: a number of evenly spaced ones, whose values are averaged, the first, the last, or all at once
-    as (B, F, 3, H, W). By default what its attribute `frames` says, else 4."""
+    """The frames of a video that it sees: a number of evenly spaced ones, whose values are averaged, the first, the last, or all at once
+    as (B, F, 3, H, W). Default: the reward's `frames` attribute, or 4."""
     on_error: Literal["stop", "drop"] = "stop"
     """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step. If it
     runs out of memory, a single process first repeats the step with half the micro-batch, and the run stops if that is not enough."""

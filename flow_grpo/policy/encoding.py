@@ -151,8 +151,8 @@ def _map_tensors(structure: Any, function: Callable[[Tensor], Any]) -> Any:
 class Conditioning:
     """Embeddings of B rows: the outputs of the distinct prompts, and which row has which.
 
-    Rows can share a call of the pipeline if their `call_group` (B,) is the same: prompts of another length would be padded, which
-    would change the last bits of the others, so they go into calls of their own, as do prompts with images of another size.
+    Rows can share a call of the pipeline if their `call_group` (B,) is the same: padding changes the last bits of
+    a row, so prompts of another length are run in separate calls. So are prompts with images of another size.
     """
 
     prompts: list[str]  # of the B rows

@@ -155,7 +155,7 @@ def wait_for(future: "Future[Result]", should_stop: Callable[[], bool]) -> Resul
 
 @contextmanager
 def background(should_stop: Callable[[], bool]) -> "Iterator[DaemonThread]":
-    """Open a thread for calls that may hang, and leave it when it is idle, or at once if the run is interrupted."""
+    """A thread for calls that may hang. Leaving waits for it, unless the run was interrupted."""
     from flow_grpo.rewards.interrupt import DaemonThread
 
     thread = DaemonThread()

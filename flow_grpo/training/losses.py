@@ -462,7 +462,7 @@ class ForwardProcessLoss:
         """Compute without gradients what the objective needs of whole groups, if they are spread over chunks.
 
         Args:
-            chunks: rows and their weights of the update, whose losses are asked for next; a group is whole in them.
+            chunks: the next rows of the update and their weights; each group lies within them.
         """
         if self.group_statistic is None or not self.splits_groups:
             return

@@ -127,7 +127,7 @@ def _name_of(function: Any) -> str:
 
 
 def recorded_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, RewardConfig]:
-    """What the config of a run says of the rewards that it trains on: each under a name by which it can be loaded again.
+    """The trained rewards as config entries that can be loaded again.
 
     A function that no import path leads to keeps its own name.
     """
