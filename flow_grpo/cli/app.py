@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 from flow_grpo import __version__
 from flow_grpo.cli import rewards
 from flow_grpo.cli.compare import compare
-from flow_grpo.cli.console import TRACEBACK, console, errors, exit_on_error, prepare_streams
+from flow_grpo.cli.console import TRACEBACK, console, errors, exit_on_error, fail, prepare_streams
 from flow_grpo.cli.doctor import doctor
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.export import export
@@ -130,6 +130,10 @@ def run() -> None:
     is_main_rank = os.environ.get("RANK", "0") == "0"
     # one console in a terminal, so that a result is printed above the line that shows a phase
     phases = console if console.is_terminal and errors.is_terminal else errors
+    if sys.flags.optimize > 1:
+        fail(
+            "Python's option -OO (PYTHONOPTIMIZE=2) takes out docstrings that transformers and diffusers read: leave it out, or give -O."
+        )
     try:
         with exit_on_error(), show_phases(phases) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)

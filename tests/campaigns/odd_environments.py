@@ -113,7 +113,7 @@ ENVIRONMENTS = {
     "NO_COLOR": Environment({"NO_COLOR": "1", "TERM": ""}),
     "PYTHONWARNINGS=error": Environment({"PYTHONWARNINGS": "error"}),
     "PYTHONHASHSEED": Environment({"PYTHONHASHSEED": "4294967295"}),
-    "PYTHONOPTIMIZE=2": Environment({"PYTHONOPTIMIZE": "2"}),
+    "PYTHONOPTIMIZE=2": Environment({"PYTHONOPTIMIZE": "2"}, may_refuse=True),
     "PYTHONDEVMODE": Environment({"PYTHONDEVMODE": "1"}),
     "PYTHONSAFEPATH": Environment({"PYTHONSAFEPATH": "1"}),
     "MPLBACKEND of a notebook": Environment({"MPLBACKEND": "module://matplotlib_inline.backend_inline"}),

@@ -42,3 +42,9 @@ def test_a_closed_stdin_is_the_null_device_and_a_working_folder_may_be_gone(tmp_
         ends[name] = subprocess.run(command, cwd=folder, capture_output=True, text=True, preexec_fn=start)
     assert (ends["stdin"].stdout, ends["stdin"].stderr) == (f"{os.stat(os.devnull).st_rdev}\n", "")
     assert ends["folder"].stdout.startswith("flow-grpo 0"), ends["folder"].stderr
+
+
+def test_python_without_docstrings_is_one_sentence():
+    done = subprocess.run([sys.executable, "-OO", "-m", "flow_grpo", "schema"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: Python's option -OO (PYTHONOPTIMIZE=2) takes out docstrings")

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from support.families import TINY
 from torch import Tensor
 
+from flow_grpo.files import WriteError
 from flow_grpo.policy import comfyui, lora_file
 from flow_grpo.policy.comfyui import FAMILIES, OWN_PREFIX, all_weights, from_comfyui, to_comfyui
 from flow_grpo.policy.families import family
@@ -258,3 +259,9 @@ def test_parts_that_were_not_trained_are_rows_of_zeros():
     )
     assert not rows[1].any()
     assert not rows[3].any()
+
+
+def test_a_lora_that_can_not_be_written_is_one_sentence(tmp_path):
+    """As on a full disk; also in the folders of checks, which nothing else watches."""
+    with pytest.raises(WriteError, match=r"signs.safetensors could not be written: no such file"):
+        lora_file.write_named(tmp_path / "gone" / "signs.safetensors", lora_on({"to_q": (4, 4)}), {}, torch.float32)
