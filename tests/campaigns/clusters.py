@@ -39,7 +39,7 @@ SKIPPED = 77
 PATIENCE = 15  # FLOW_GRPO_PEER_TIMEOUT of these runs
 GRACE = 30  # flow_grpo.distributed.peers
 AT_ONCE, KILLED, MISSING, SILENT = 10, 20, PATIENCE, PATIENCE + GRACE  # seconds that docs/clusters.md states
-SERVER = 40  # three attempts of five seconds, with pauses, and the wait of the other rank's sentence
+SERVER = 60  # five attempts of five seconds, with pauses, and the wait of the other rank's sentence
 LATER = 120  # seconds that a busy machine may take in addition
 STEP = 3  # in which the faults happen, with two steps saved
 PORT = 29500
@@ -73,7 +73,7 @@ SETTINGS += [
 ]  # a small eps makes steps of rounding errors
 
 
-REMOTE = "{remote: http://10.0.0.3:8000, options: {timeout: 5, attempts: 3}}"
+REMOTE = "{remote: http://10.0.0.3:8000, options: {timeout: 5, attempts: 5}}"
 
 
 class Lab:
@@ -316,11 +316,11 @@ ROWS: dict[str, Row] = {
     ),
     "requeued by SLURM": Row(before=begun, environment={"SLURM_RESTART_COUNT": "1"}),
     "unshared folder on node2": Row(
-        AT_ONCE, "no checkpoint", before=begun_elsewhere, environment={"SLURM_RESTART_COUNT": "1"}
+        AT_ONCE, "no whole checkpoint", before=begun_elsewhere, environment={"SLURM_RESTART_COUNT": "1"}
     ),
     "server": Row(server=True),
     "server is killed and comes back": Row(server=True, during=restart_server),
-    "lost server": Row(SERVER, "no server for the reward", server=True, during=lambda lab: lab.hosts[2].lose_power()),
+    "lost server": Row(SERVER, "no server is left for the reward", server=True, during=lambda lab: lab.hosts[2].lose_power()),
 }
 
 
