@@ -320,7 +320,9 @@ ROWS: dict[str, Row] = {
     ),
     "server": Row(server=True),
     "server is killed and comes back": Row(server=True, during=restart_server),
-    "lost server": Row(SERVER, "no server is left for the reward", server=True, during=lambda lab: lab.hosts[2].lose_power()),
+    "lost server": Row(
+        SERVER, "no server is left for the reward", server=True, during=lambda lab: lab.hosts[2].lose_power()
+    ),
 }
 
 
