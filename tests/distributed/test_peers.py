@@ -109,12 +109,13 @@ def test_a_peer_that_has_left_is_not_missed(port, ended):
     assert first.end is None
 
 
-def test_a_broken_connection_names_the_lost_peer_soon(port):
+def test_a_broken_connection_names_the_lost_peer_soon(port, monkeypatch):
+    monkeypatch.setenv("FLOW_GRPO_PEER_TIMEOUT", "300")
     found = meet_all(3)
     found[1]._closed.set()
     began = time.monotonic()
     assert "rank 1 of 3" in str(found[2].reason())
-    assert time.monotonic() - began < 10, "and not after the time of a silent one"
+    assert time.monotonic() - began < 100, "and not after the time of a silent one"
 
 
 def test_words_of_an_earlier_round_in_the_same_store_do_not_count(port, monkeypatch):
