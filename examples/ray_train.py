@@ -23,12 +23,15 @@ from ray.train.torch import TorchTrainer
 @ray.remote(max_restarts=-1, max_task_retries=-1)
 class RewardServer:
     def __init__(self, reward):
-        host = ray.util.get_node_ip_address()
-        command = [sys.executable, "-m", "flow_grpo", "serve", reward, "--host", host, "--port", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self.address = self.process.stdout.readline().split()[-1]
+        self.reward, self.process, self.address = reward, None, ""
 
     def url(self):
+        """The server's address, after it has loaded its reward. One that has ended is started again."""
+        if self.process is None or self.process.poll() is not None:
+            host = ray.util.get_node_ip_address()
+            command = [sys.executable, "-m", "flow_grpo", "serve", self.reward, "--host", host, "--port", "0"]
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            self.address = self.process.stdout.readline().split()[-1]
         return self.address
 
 
