@@ -175,7 +175,7 @@ def test_sharded_processes_call_the_transformer_as_often_as_the_one_that_needs_m
     policy.shard(Others())
     assert policy.supports_per_sample_timesteps is not None, "it was tried while all processes are alike"
     transformer = policy.pipe.transformer
-    assert given == [(transformer, list(transformer.transformer_blocks), set(policy.trainable_parameters().values()))]
+    assert given == [(transformer, list(transformer.transformer_blocks), set(policy.trainable_parameters().values()), None)]
     assert policy.uses_fsdp
     assert not policy.meter.counts_flops, "the call that counts would have to be one of all processes"
     assert policy.supports_images_per_row is None, "a pipeline that takes no images is not tried with one"
