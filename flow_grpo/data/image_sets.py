@@ -208,7 +208,8 @@ def rows_without_image(labels: list[str], prompts: PromptSet | str | None, folde
     """A warning of the rows of the prompts that name no image of the folder; "" if there are none."""
     if not isinstance(prompts, PromptSet) or (column := file_column(prompts)) is None:
         return ""
-    missing = [str(row[column]) for row in prompts.metadata if row[column] not in labels]
+    names, shown = _comparable([row[column] for row in prompts.metadata], labels)
+    missing = [str(row[column]) for row, name in zip(prompts.metadata, names, strict=True) if name not in shown]
     named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     return f"warning: {counted(len(missing), 'row')} of the prompts without an image in {folder}: {named}" if missing else ""
 
@@ -216,15 +217,23 @@ def rows_without_image(labels: list[str], prompts: PromptSet | str | None, folde
 def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[int]:
     """The row of each image, by the column of file names."""
     row_of: dict[object, int] = {}
+    names, wanted = _comparable(names, labels)
     for row, name in enumerate(names):
         if row_of.setdefault(name, row) != row:
             raise FlowGRPOError(
                 f"the rows {row_of[name] + 1} and {row + 1} of the prompts are both for {name}: keep one of them."
             )
-    missing = next((label for label in labels if label not in row_of), None)
+    missing = next((label for label, name in zip(labels, wanted, strict=True) if name not in row_of), None)
     if missing is not None:
         raise FlowGRPOError(f"the prompts have no row whose file name is {missing}, which is in {folder}.")
-    return [row_of[label] for label in labels]
+    return [row_of[name] for name in wanted]
+
+
+def _comparable(names: list[object], labels: list[str]) -> tuple[list[object], list[str]]:
+    """File names of prompts and of images, without endings if the prompts are texts: 7.txt is of 7.png, as in DPG-Bench."""
+    if not all(str(name).lower().endswith(CAPTIONS) for name in names):
+        return names, labels
+    return [str(Path(str(name)).with_suffix("")) for name in names], [str(Path(label).with_suffix("")) for label in labels]
 
 
 def _join_by_prompt(

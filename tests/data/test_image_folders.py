@@ -12,7 +12,7 @@ from support.grids import CELLS, pictures
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import prompt_of, save_grid, save_image
 from flow_grpo.data.grid_layout import GridOptions
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.targets import TargetOptions, resolve_targets
 from flow_grpo.text import natural_key
@@ -161,6 +161,25 @@ def test_options_of_grids_apply_to_each_file_of_a_folder(tmp_path):
     assert image_sets.read(tmp_path, by_name, two_by_two).prompts == list("aaaabbbbcccc")
     with pytest.raises(FlowGRPOError, match="4 prompts for 12 images"):
         image_sets.read(tmp_path, named(*"abcd"), two_by_two)
+
+
+def test_texts_of_a_folder_are_the_prompts_of_the_images_with_their_names(tmp_path):
+    """DPG-Bench: 7.txt and 7.png, the image with 2 x 2 cells."""
+    texts, images = tmp_path / "prompts", tmp_path / "images"
+    texts.mkdir(), images.mkdir()
+    for number, text in ((2, "two"), (7, "seven"), (10, "ten")):
+        (texts / f"{number}.txt").write_text(text)
+        if number != 7:
+            grey(images / f"{number}.png", number)
+    prompts = load_prompts(texts)
+    image_set = image_sets.read(images, prompts, GridOptions(2, 2, (0, 0)))
+    assert (image_set.prompts, levels(image_set)[::4]) == (["two"] * 4 + ["ten"] * 4, [2, 10])
+    assert image_sets.rows_without_image(["2.png", "10.png"], prompts, images).endswith(
+        f"without an image in {images}: 7.txt"
+    )
+    grey(images / "3.png", 3)
+    with pytest.raises(FlowGRPOError, match=r"no row whose file name is 3\.png"):
+        image_sets.read(images, prompts)
 
 
 def test_all_cells_of_our_grids_in_a_folder_are_read(tmp_path):
