@@ -43,6 +43,14 @@ UNKNOWN_HASH = "0x" + "0" * 64  # in place of a checksum that is not computed ye
 MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with the home folder in place of `~`. FlowGRPOError if this user has none, as in some containers."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise FlowGRPOError(f"there is no home folder for {path}: set HOME, or give the whole path.") from error
+
+
 class WriteError(FlowGRPOError):
     """A file or folder could not be written. The message is a sentence with the path and the system's reason."""
 

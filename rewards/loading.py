@@ -14,6 +14,7 @@ from typing import Any
 
 from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import expanded
 from flow_grpo.rewards.calls import check_inputs
 from flow_grpo.rewards.networks import with_index
 from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, checked_frames, signature, with_attributes_of
@@ -224,7 +225,7 @@ def _public_names(file: Path) -> list[str]:
 
 def _import_file(kind: str, path: str) -> Any:
     """The module of a file, loaded once for each content: a pool pickles functions only of the module that was loaded last."""
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.is_file():
         raise FlowGRPOError(f"there is no {kind} file {path}.")
     name, content = user_files.module_name(file), hashlib.sha256(file.read_bytes()).digest()

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pwd
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,17 @@ def policy() -> Policy:
     policy.add_lora(4, 8, ["to_q", "to_out.0"], seed=0)
     stir(policy)
     return policy
+
+
+@pytest.fixture
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without a home folder and without a name, as `docker run --user 12345` has."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
 @pytest.fixture

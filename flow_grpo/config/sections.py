@@ -42,7 +42,10 @@ def path_text(text: str) -> str:
         raise PydanticCustomError(
             "path", "it is an address with a user or password, which would be shared with the run: give a file"
         )
-    return str(Path(text).expanduser()) if text.startswith("~") else text
+    try:
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+    except RuntimeError as error:
+        raise PydanticCustomError("path", "there is no home folder for ~: set HOME, or give the whole path") from error
 
 
 PathText = Annotated[str, AfterValidator(path_text)]

@@ -12,7 +12,7 @@ from flow_grpo.config.loading import bundled_file, read_text
 from flow_grpo.config.sections import FROM_PYTHON
 from flow_grpo.data.prompt_files import MAX_ROWS, SUFFIXES, Table, read_table, table_of_rows, table_of_texts
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import check_regular, write_atomic
+from flow_grpo.files import check_regular, expanded, write_atomic
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.text import counted, has_password, natural_key, without_passwords
 
@@ -128,7 +128,7 @@ def _downloaded(address: str) -> Path:
     """The file at an address: downloaded now or, without a network, the copy of the last download."""
     import httpx
 
-    copy = Path("~/.cache/flow-grpo/prompts").expanduser() / hashlib.sha256(address.encode()).hexdigest()
+    copy = expanded("~/.cache/flow-grpo/prompts") / hashlib.sha256(address.encode()).hexdigest()
     try:
         content = _content(address)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -169,7 +169,7 @@ def _data_set(source: str) -> Table:
         raise FlowGRPOError(_unreachable(source, error)) from error
     locations = [f"row {n}" for n in range(1, len(rows) + 1)]
     # images that were downloaded with the data set are in the hub's cache
-    return Table(data_set.column_names, rows, locations, folder=Path(datasets.config.HF_CACHE_HOME).expanduser())
+    return Table(data_set.column_names, rows, locations, folder=expanded(datasets.config.HF_CACHE_HOME))
 
 
 def _unreachable(source: str, error: Exception) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import WriteError, write_atomic
+from flow_grpo.files import expanded, write_atomic
 from flow_grpo.text import first_line
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -150,12 +150,12 @@ def _layer(dtype: torch.dtype) -> Callable[[], None]:
 def _read_cache() -> dict[str, float]:
     """What this machine's runs have measured."""
     try:
-        content = json.loads(CACHE.expanduser().read_text(encoding="utf-8"))
+        content = json.loads(expanded(CACHE).read_text(encoding="utf-8"))
         return {str(name): float(number) for name, number in content.items()}
     except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured anew
         return {}
 
 
 def _add_to_cache(key: str, number: float) -> None:
-    with suppress(OSError, WriteError):  # a home folder that can't be written
-        write_atomic(CACHE.expanduser(), json.dumps({**_read_cache(), key: number}, indent=1))
+    with suppress(OSError, FlowGRPOError):  # a home folder that can't be written, or none
+        write_atomic(expanded(CACHE), json.dumps({**_read_cache(), key: number}, indent=1))

@@ -21,7 +21,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import regular_bytes, write_atomic
+from flow_grpo.files import expanded, regular_bytes, write_atomic
 from flow_grpo.image_prompt import images_of, prompt_key, with_images
 from flow_grpo.policy.families import Family
 from flow_grpo.policy.interception import StopAtTransformer
@@ -232,7 +232,7 @@ class EmbeddingCache:
     """
 
     def __init__(self, folder: str | Path | None = None, key: Any = None) -> None:
-        self.folder = None if folder is None else Path(folder).expanduser() / _digest(repr(key))
+        self.folder = None if folder is None else expanded(folder) / _digest(repr(key))
         self._in_memory: OrderedDict[str, Any] = OrderedDict()
 
     def get(self, prompt: str) -> Any:

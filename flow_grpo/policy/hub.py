@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import check_safetensors
+from flow_grpo.files import check_safetensors, expanded
 from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
 from flow_grpo.run_folder import layout
 from flow_grpo.text import suggest
@@ -63,7 +63,7 @@ def expert_lora(source: str, component: str) -> Path | None:
 
 def single_file(name: str) -> Path | None:
     """The file of a model that is given as one, whose weights replace the transformer's of its folder; None for any other model."""
-    file = Path(name).expanduser()
+    file = expanded(name)
     return file if name not in BUNDLED_MODELS and file.is_file() else None
 
 
@@ -71,7 +71,7 @@ def resolve_model(name: str) -> str:
     """The folder or hub id of a model, of a single file its folder. FlowGRPOError if there is none, or the hub has no such model."""
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if folder.suffix == ".gguf" and folder.is_file():
         raise FlowGRPOError(
             f"the model {name} is a GGUF file, which holds a quantised transformer alone: give the folder or hub id of the whole model, "
@@ -179,7 +179,7 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
 
     The folder of a finished run has it in lora/, or has a transformer/. FlowGRPOError if there is none.
     """
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_file():
         return str(folder.parent), folder.name
     if not folder.exists() and looks_like_hub_id(str(path)):

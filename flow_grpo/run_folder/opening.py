@@ -25,7 +25,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.resume import changes
 from flow_grpo.distributed.launchers import AUTO, restarts
 from flow_grpo.errors import FlowGRPOError, RetryableError
-from flow_grpo.files import MAX_JSON, WriteError, regular_bytes, remove, write_atomic, write_errors
+from flow_grpo.files import MAX_JSON, WriteError, expanded, regular_bytes, remove, write_atomic, write_errors
 from flow_grpo.policy.devices import device_name
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.run_folder.layout import LOCK, OWNER  # two files, as a locked one can't be read everywhere
@@ -161,7 +161,7 @@ def how_to_resume(folder: Path, resume: bool | str | Path | None) -> tuple[bool,
         resume = bool(checkpoint.steps(folder / layout.CHECKPOINTS))
     if isinstance(resume, bool):
         return resume, None
-    path, checkpoints = Path(resume).expanduser().resolve(), folder.resolve() / layout.CHECKPOINTS
+    path, checkpoints = expanded(resume).resolve(), folder.resolve() / layout.CHECKPOINTS
     if path in (checkpoints.parent, checkpoints):
         return True, None
     step = layout.step_of(path)

@@ -12,6 +12,8 @@ from support.paths import ROOT
 
 from flow_grpo import FlowGRPOConfig
 from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.policy.hub import resolve_lora
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,13 @@ def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch):
     paths = [args.model, *(one.file for one in args.prompts), args.output_dir, args.lora.init_from, args.evaluation.prompts]
     assert [Path(path).parts[:3] for path in [*paths, args.memory.embedding_cache_dir]] == [("/", "home", "me")] * 7
     assert FlowGRPOConfig.from_yaml("tiny_ocr", ["output_dir=~/{name}"]).output_dir == "/home/me/tiny_ocr"
+
+
+def test_a_tilde_without_a_home_folder_is_one_sentence(no_home):
+    with pytest.raises(FlowGRPOError, match="there is no home folder for ~: set HOME, or give the whole path"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", ["output_dir=~/x"])
+    with pytest.raises(FlowGRPOError, match="there is no home folder for ~/lora"):
+        resolve_lora("~/lora")
 
 
 @pytest.mark.parametrize("override", ["output_dir=", 'output_dir=""', "prompts=' '", "model=", "output_dir=${HOME}/x"])

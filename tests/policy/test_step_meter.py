@@ -147,6 +147,13 @@ def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path
         matmul_peak.cache_clear()
 
 
+def test_the_peak_is_measured_by_a_user_without_a_home_folder(no_home, monkeypatch):
+    monkeypatch.setattr("flow_grpo.policy.devices.matmul_speed", lambda *given: 3.0)
+    matmul_peak.cache_clear()
+    assert matmul_peak(torch.device("cpu"), torch.float32) == 3.0
+    matmul_peak.cache_clear()
+
+
 def test_a_step_of_a_full_device_is_reported_without_its_mfu(tmp_path, monkeypatch):
     """The weights have moved then: an error would repeat the step."""
     monkeypatch.setattr("flow_grpo.policy.devices.CACHE", tmp_path / "speed.json")
