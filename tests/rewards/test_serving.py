@@ -621,7 +621,7 @@ def test_when_no_server_is_left_it_is_an_error_and_never_a_score():
         there(pictures(2), ["a", "b"])
     healthy_but_failing.close()
     with pytest.raises(ValueError, match="no server for the reward stub answers"):
-        Remote(healthy_but_failing.url, "stub")
+        Remote(healthy_but_failing.url, "stub", attempts=1)
     with pytest.raises(ValueError, match="is not a server address"):
         Remote("localhost:8000")
 
@@ -691,7 +691,7 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
             Judge(url, "vlm", timeout=0.4, attempts=1)(torch.rand(1, 3, 800, 800), ["a"])
         monkeypatch.setattr(rewards.serving.client, "CONNECT_TIMEOUT", 0.4)
         with pytest.raises(ValueError, match=f"no server for the reward remote answers: .*{reason}"):
-            Remote(url)
+            Remote(url, attempts=1)
         good.close()
 
 
@@ -794,7 +794,7 @@ def test_an_address_with_a_password_is_shown_without_it():
     assert "pa55" not in str(caught.value)
     stub.close()
     with pytest.raises(ValueError, match="no server") as caught:
-        Remote(stub.url.replace("http://", "http://user:pa55@"))
+        Remote(stub.url.replace("http://", "http://user:pa55@"), attempts=1)
     assert "pa55" not in str(caught.value)
 
 
