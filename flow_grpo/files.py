@@ -25,8 +25,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from flow_grpo.errors import FlowGRPOError
 
 HOST = hashlib.sha256(platform.node().encode()).hexdigest()[
@@ -414,6 +412,8 @@ _swept: set[Path] = set()
 
 def _sweep(folder: Path) -> None:
     """Delete the temporary files that dead processes of this machine have left in a folder, once in a process."""
+    import psutil  # here: the environment of an isolated reward may lack it
+
     if folder in _swept:
         return
     _swept.add(folder)
