@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flow_grpo.distributed.sharding import gather_to_cpu, local_shard, shard_like
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import CHECKSUM, UNKNOWN_HASH, check_safetensors, seal_safetensors
+from flow_grpo.files import CHECKSUM, UNKNOWN_HASH, check_safetensors, seal_safetensors, write_errors
 from flow_grpo.policy.memory import cast_layers
 
 WEIGHTS_PREFIX = "diffusion_pytorch_model"  # of the names of a transformer's files in diffusers
@@ -22,14 +22,15 @@ CONFIG = "config.json"
 
 def write_transformer(transformer: Any, class_name: str, state: dict[str, Tensor], folder: Path) -> None:
     """Write a transformer with these weights as diffusers reads it, with a checksum in each file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer.save_config(folder)
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    (folder / CONFIG).write_text(json.dumps({**config, "_class_name": class_name}, indent=2), encoding="utf-8")
     pattern, header = WEIGHTS_PREFIX + "{suffix}.safetensors", {"format": "pt", CHECKSUM: UNKNOWN_HASH}
-    save_torch_state_dict(state, folder, filename_pattern=pattern, metadata=header)
-    for file in folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"):
-        seal_safetensors(file)
+    with write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        transformer.save_config(folder)
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        (folder / CONFIG).write_text(json.dumps({**config, "_class_name": class_name}, indent=2), encoding="utf-8")
+        save_torch_state_dict(state, folder, filename_pattern=pattern, metadata=header)
+        for file in folder.glob(f"{WEIGHTS_PREFIX}*.safetensors"):
+            seal_safetensors(file)
 
 
 class FullWeights:

@@ -14,9 +14,11 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.evaluation import measure, targets
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.evaluation.targets import ModelTarget
+from flow_grpo.files import WriteError
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.weights import write_transformer
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.setup import prepare_policy
@@ -217,3 +219,10 @@ def test_the_plan_knows_what_all_weights_take(tmp_path):
     for shares in (1, 2):
         persistent = StepEstimator(args, cuda=False, count=shares).estimate(8).persistent
         assert persistent["transformer"] + persistent["base weights"] == pytest.approx(20 * count / shares)
+
+
+def test_a_transformer_that_can_not_be_written_is_one_sentence(tmp_path):
+    policy = tiny_policy()
+    (tmp_path / "diffusion_pytorch_model.safetensors").mkdir()
+    with pytest.raises(WriteError, match="could not be written: is a directory"):
+        write_transformer(policy.pipe.transformer, "SD3Transformer2DModel", {"a": torch.zeros(2)}, tmp_path)
