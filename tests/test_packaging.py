@@ -74,13 +74,17 @@ def test_no_file_of_a_package_is_newer_python_than_the_oldest():
     assert found == []
 
 
-def test_importing_the_package_makes_waiting_threads_passive_unless_told_otherwise():
-    script = "import os, flow_grpo; print(os.environ['OMP_WAIT_POLICY'])"
-    for given, expected in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
-        environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-        environment |= {"PYTHONPATH": str(ROOT), **({"OMP_WAIT_POLICY": given} if given else {})}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-        assert done.stdout.strip() == expected, done.stderr
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+    ids=["none", "own spins", "own policy"],
+)
+def test_importing_the_package_lets_waiting_threads_spin_briefly_unless_told_otherwise(given, spins):
+    kept = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    script = "import os, flow_grpo; print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {**kept, "PYTHONPATH": str(ROOT), **given}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == spins, done.stderr
 
 
 def test_the_source_distribution_has_all_that_the_wheel_is_built_of(tmp_path):
