@@ -32,6 +32,14 @@ class ImageFile(NamedTuple):
     is_animation: bool
 
 
+class Vote(NamedTuple):
+    """A vote: the better and the worse of two images of a prompt, each a file or its content."""
+
+    prompt: str
+    better: Path | bytes
+    worse: Path | bytes
+
+
 def read_image(source: Path | bytes, name: str | None = None) -> Image.Image:
     """The 8-bit RGB image of a file, or of its content; see `read_image_file`."""
     return read_image_file(source, name).pixels

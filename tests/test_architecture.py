@@ -237,6 +237,13 @@ def test_importing_the_package_loads_nothing_heavy():
     assert completed.stdout.strip() == "[]"
 
 
+def test_importing_the_trainer_loads_no_library_of_a_single_reward():
+    heavy = "open_clip timm rapidocr onnxruntime cv2 matplotlib fastapi uvicorn tensorboard"
+    code = f"import sys, flow_grpo.trainer; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"
+
+
 def test_nothing_asks_whether_the_model_is_the_embedded_one():
     packages = ("policy", "trainer", "sampling", "training", "evaluation", "data", "tracking", "run_folder")
     for name in (one for one in FILES if package(one) in packages):
