@@ -944,14 +944,14 @@ BUGS = [
     ),
     (
         "ranks outlive their launcher",
-        "flow_grpo/distributed/parent.py",
+        "flow_grpo/distributed/launchers.py",
         '    if "TORCHELASTIC_RUN_ID" in os.environ:',
         "    if not os.environ:",
         "tests/distributed/test_processes.py -k launcher_that_is_killed",
     ),
     (
         "a rank that lost the others is taken for the one that died",
-        "flow_grpo/distributed/launch.py",
+        "flow_grpo/distributed/launchers.py",
         "if status not in (PEER_LOST, -signal.SIGTERM)]",
         "if status]",
         "tests/distributed/test_processes.py -k died_first",

@@ -63,8 +63,7 @@ def train(
     [bold]flow-grpo train my.yaml --resume[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.distributed.launchers import AUTO, adopt
-    from flow_grpo.distributed.parent import end_with_launcher
+    from flow_grpo.distributed.launchers import AUTO, adopt, end_with_launcher
 
     adopt()
     overrides = overrides or []
@@ -138,8 +137,7 @@ def _train(args: "FlowGRPOConfig", resume: bool | str | None, profile: int | Non
 
 def _launch(num_processes: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
     """Train in several processes and return their exit status. ValueError with the command to continue if one dies."""
-    from flow_grpo.distributed.launch import RankDied, launch
-    from flow_grpo.distributed.launchers import go_on
+    from flow_grpo.distributed.launchers import RankDied, go_on, launch
     from flow_grpo.run_folder import checkpoint, layout
 
     if num_processes > (max_processes := PROCESSES_PER_CORE * (os.cpu_count() or 1)):

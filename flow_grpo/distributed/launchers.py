@@ -1,16 +1,57 @@
-"""What launchers say in their environment: which process this is, whether they restart it, and their own command."""
+"""Launchers of the processes of a run: our own on one machine, and what others say in their environment.
 
+That is which process this is, whether they restart it, and their command. A rank ends with its launcher, also after kill -9.
+"""
+
+import ctypes
+import functools
+import logging
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
+import time
 import zlib
+from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from flow_grpo.distributed.parent import LAUNCHER
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import PEER_LOST, FlowGRPOError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+LAUNCHER = "FLOW_GRPO_LAUNCHER"  # process id of our own launcher, in the environment of its ranks
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """End this process within a second of its launcher's end, if a launcher started it.
+
+    A rank's parent is torch's elastic agent, which torchrun, `accelerate launch` and `--num-processes` run within their own process.
+    On Linux the kernel kills the rank. Elsewhere a thread polls the parent's id. Not tested on macOS; on Windows a process keeps
+    the id of a parent that has ended, so this does nothing there.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with(int(os.environ.get(LAUNCHER, os.getppid())))
+
+
+@functools.cache
+def _end_with(launcher: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        _exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
 
 AUTO = "auto"  # of `resume`: go on if there is a checkpoint, else start
 TORCHRUN = "torchrun --nnodes N --node-rank I --nproc-per-node GPUS --master-addr HOST -m flow_grpo train ..."
@@ -87,3 +128,69 @@ def _readable(words: list[str]) -> list[str]:
     """A command line without its interpreter, unless that is asked to run a module."""
     is_script = len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-")
     return [Path(words[1]).name, *words[2:]] if is_script else [Path(words[0]).name, *words[1:]]
+
+
+INTERRUPTED = 130
+# As `python -m flow_grpo`, but a folder flow_grpo/ in the working folder does not hide the package.
+COMMAND = "import sys; sys.path[:1] == [''] and sys.path.append(sys.path.pop(0)); from flow_grpo.cli.app import run; run()"
+TOLD = (2, 75)  # exit statuses of a rank that has printed what is wrong, see cli/console.py
+
+
+def launch(num_processes: int, words: list[str]) -> int:
+    """Run `flow-grpo *words` in connected processes on this machine, by torch's launcher; returns an exit code. Across machines, use
+    torchrun or `accelerate launch`.
+
+    If one fails, the others are ended.
+
+    Raises:
+        RankDied: one ended without an error message.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    os.environ[LAUNCHER] = str(os.getpid())
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    try:
+        run(
+            parse_args(
+                ["--standalone", f"--nproc-per-node={num_processes}", "--no-python", sys.executable, "-c", COMMAND, *words]
+            )
+        )
+    except ChildFailedError as error:
+        rank, status = first_dead(error.failures, num_processes)
+        if status in TOLD:
+            return status
+        raise RankDied(f"rank {rank} of {num_processes} {_end(status)}, which ended the run.", status) from None
+    except (SignalException, KeyboardInterrupt):
+        return INTERRUPTED
+    return 0
+
+
+class RankDied(Exception):
+    """A rank ended without an error message; ours names the rank and how it ended. `status` is negative for a signal."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def first_dead(failures: "dict[int, ProcessFailure]", num_processes: int) -> tuple[int, int]:
+    """The rank whose end caused that of the others, and its exit status, which is negative for a signal.
+
+    Ranks that lost their connection to it, and those that the launcher then ended by SIGTERM, failed only because of it. If there
+    are no other failures, it is a rank that ended with status 0.
+    """
+    statuses = {rank: failure.exitcode for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)}
+    own = [rank for rank, status in statuses.items() if status not in (PEER_LOST, -signal.SIGTERM)]
+    early = [rank for rank in range(num_processes) if rank not in statuses]
+    rank = [*own, *early, *statuses][0]
+    return rank, statuses.get(rank, 0)
+
+
+def _end(status: int) -> str:
+    if status >= 0:
+        return f"ended {'early ' if status == 0 else ''}with exit status {status}"
+    hint = " (as the system does when memory runs out)" if status == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-status).name}{hint}"

@@ -25,8 +25,7 @@ from typing import Any
 import psutil
 import torch
 
-from flow_grpo.distributed.launchers import go_on
-from flow_grpo.distributed.parent import LAUNCHER
+from flow_grpo.distributed.launchers import LAUNCHER, go_on
 from flow_grpo.errors import PEER_LOST, FlowGRPOError, PeerLost, RetryableError
 from flow_grpo.text import first_line
 

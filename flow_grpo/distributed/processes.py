@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from flow_grpo.distributed.launchers import adopt
-from flow_grpo.distributed.parent import end_with_launcher
+from flow_grpo.distributed.launchers import adopt, end_with_launcher
 from flow_grpo.distributed.peers import Peers, meet, peers_of_found_group
 from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError, is_retryable
 from flow_grpo.text import first_line

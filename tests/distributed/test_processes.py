@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, load_prompts
-from flow_grpo.distributed.launch import first_dead
+from flow_grpo.distributed.launchers import first_dead
 from flow_grpo.distributed.processes import Processes, _buckets
 from flow_grpo.errors import PEER_LOST
 from flow_grpo.run_folder import checkpoint
@@ -149,7 +149,7 @@ def test_a_rank_ends_with_another_launcher_that_is_killed(tmp_path):
     """What `train` calls, in ranks that need no imports."""
     file = tmp_path / "rank.py"
     file.write_text(
-        "import os, time; from flow_grpo.distributed.parent import end_with_launcher; end_with_launcher()\n"
+        "import os, time; from flow_grpo.distributed.launchers import end_with_launcher; end_with_launcher()\n"
         "print(os.getpid(), flush=True); time.sleep(600)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -163,7 +163,7 @@ def test_a_rank_ends_with_another_launcher_that_is_killed(tmp_path):
 
 def test_a_rank_looks_at_its_launcher_where_the_system_does_not_end_it(tmp_path):
     """The thread that other systems than Linux rely on."""
-    script = "import os, sys, time; sys.platform = 'other'; from flow_grpo.distributed.parent import end_with_launcher"
+    script = "import os, sys, time; from flow_grpo.distributed.launchers import end_with_launcher; sys.platform = 'other'"
     rank = f"{script}; end_with_launcher(); print(os.getpid(), flush=True); time.sleep(600)"
     launcher = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {rank!r}]).wait()"
     env = {**os.environ, "TORCHELASTIC_RUN_ID": "a", "PYTHONPATH": str(ROOT)}

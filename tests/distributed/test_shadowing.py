@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-from flow_grpo.distributed import launch
+from flow_grpo.distributed import launchers
 
 
 @pytest.fixture
@@ -28,13 +28,15 @@ def output_of(*words, cwd):
 
 
 def test_a_rank_does_not_see_the_working_folder_first(folder, monkeypatch):
-    assert "flow-grpo 0" in output_of("-c", launch.COMMAND, "--version", cwd=folder)
+    assert "flow-grpo 0" in output_of("-c", launchers.COMMAND, "--version", cwd=folder)
     commands = []
-    monkeypatch.setattr(launch, "run", lambda args: commands.append([args.training_script, *args.training_script_args]))
+    monkeypatch.setattr(
+        "torch.distributed.run.run", lambda args: commands.append([args.training_script, *args.training_script_args])
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(launch.LAUNCHER, "")
-    assert launch.launch(2, ["train", "my.yaml"]) == 0
-    assert commands == [[sys.executable, "-c", launch.COMMAND, "train", "my.yaml"]]
+    monkeypatch.setenv(launchers.LAUNCHER, "")
+    assert launchers.launch(2, ["train", "my.yaml"]) == 0
+    assert commands == [[sys.executable, "-c", launchers.COMMAND, "train", "my.yaml"]]
 
 
 def test_python_m_does_not_see_the_working_folder_first(folder):
