@@ -86,7 +86,7 @@ def _with_value_of_resume(words: list[str]) -> list[str]:
 def _setting(option: str) -> str | None:
     """The dotted path of the setting that an option names, if there is one."""
     from flow_grpo.config import FlowGRPOConfig
-    from flow_grpo.config.errors import setting_paths
+    from flow_grpo.config.run_config import setting_paths
 
     *_, word = option.removeprefix("--").replace("-", "_").split(".")
     return next(iter(setting_paths(FlowGRPOConfig, word)), None)
