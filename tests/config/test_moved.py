@@ -2,8 +2,8 @@
 
 import pytest
 
-from flow_grpo.config.resume import changes
 from flow_grpo.config.run_config import FlowGRPOConfig
+from flow_grpo.run_folder.opening import changes
 
 STEPS_04 = {
     "steps": 6,
