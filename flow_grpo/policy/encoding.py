@@ -24,9 +24,8 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import expanded, regular_bytes, write_atomic
 from flow_grpo.image_prompt import images_of, prompt_key, with_images
 from flow_grpo.policy.families import Family
-from flow_grpo.policy.interception import StopAtTransformer
+from flow_grpo.policy.interception import PROBE_PROMPTS, StopAtTransformer
 from flow_grpo.policy.library_logging import quietly
-from flow_grpo.policy.probes import PROBE_PROMPTS
 from flow_grpo.text import first_line
 
 EncoderOutputs = list[tuple[str, Any]]  # (method, what it returned), in the order of the calls

@@ -19,12 +19,12 @@ from flow_grpo.policy.devices import DTYPES, default_dtype, usable_device
 from flow_grpo.policy.encoding import ENCODER_PREFIXES, EmbeddingCache
 from flow_grpo.policy.families import denoisers
 from flow_grpo.policy.hub import check_weight_files, load_errors, weights_variant
+from flow_grpo.policy.interception import probe_prompts
 from flow_grpo.policy.library_logging import quietly
 from flow_grpo.policy.lora import linear_layers
 from flow_grpo.policy.memory import apply_memory_settings, cast_layers, move_to_device, quantization
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.probes import probe_prompts
 from flow_grpo.policy.weights import write_transformer
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import downloads, hub_file

@@ -21,18 +21,21 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, images_of, with_images
 from flow_grpo.policy.encoding import Conditioning, EmbeddingCache, PromptEncoder, without_state
 from flow_grpo.policy.families import Family, family
-from flow_grpo.policy.interception import InterceptingScheduler, StopPipeline, images_to_tensor, with_execution_device
-from flow_grpo.policy.memory import frozen_decoder
-from flow_grpo.policy.probes import (
+from flow_grpo.policy.interception import (
+    InterceptingScheduler,
+    StopPipeline,
     check_call,
     check_flow,
     check_images,
     eager,
+    images_to_tensor,
     probe_image,
     probe_prompts,
     rows_agree,
     size_of,
+    with_execution_device,
 )
+from flow_grpo.policy.memory import frozen_decoder
 from flow_grpo.text import first_line
 from flow_grpo.types import Schedule, take_rows
 

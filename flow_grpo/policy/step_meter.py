@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from flow_grpo.policy.devices import matmul_peak
+from flow_grpo.policy.interception import eager
 from flow_grpo.policy.lora import Lora
-from flow_grpo.policy.probes import eager
 
 Result = TypeVar("Result")
 Arguments = tuple[Any, ...]

@@ -4,8 +4,8 @@ import torch
 from support.embedded import PROMPTS, tiny_policy
 
 from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy.interception import PROBE_PROMPTS
 from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.probes import PROBE_PROMPTS
 
 
 def test_prompts_are_encoded_once_and_in_any_company():

@@ -22,10 +22,9 @@ from flow_grpo.doctor.result import OK
 from flow_grpo.evaluation.generate import check_evaluation_size
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy import policy as policy_module
-from flow_grpo.policy.interception import images_to_tensor
+from flow_grpo.policy.interception import check_flow, images_to_tensor
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
-from flow_grpo.policy.probes import check_flow
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.types import StochasticSteps
 
