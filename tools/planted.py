@@ -169,7 +169,7 @@ BUGS = [
     ),
     (
         "the sets of a step are drawn alike at every step",
-        "flow_grpo/data/prompt_mixture.py",
+        "flow_grpo/data/prompts.py",
         'generator(self.seed, "prompt set", step, 0)',
         'generator(self.seed, "prompt set", 0, 0)',
         "tests/data/test_prompt_mixture.py -k independent_draws",
@@ -1147,7 +1147,7 @@ BUGS = [
     ),
     (
         "prompts whose set has no name are left out of training",
-        "flow_grpo/data/prompt_mixture.py",
+        "flow_grpo/data/prompts.py",
         'return _without_reserved(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))',
         "return load_prompts(source)",
         "tests/data/test_prompt_mixture.py -k column_is_refused",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo import advantages
-from flow_grpo.data.prompt_mixture import sampler_of
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.group_dependence import RewardInputs

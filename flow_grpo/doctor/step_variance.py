@@ -10,8 +10,7 @@ from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import stochastic_transitions
-from flow_grpo.data.prompt_mixture import sampler_of
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.image_sets import ImageRecords
-from flow_grpo.data.prompt_mixture import load_run_prompts
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import (

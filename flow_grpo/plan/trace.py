@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig, LoraConfig
-from flow_grpo.data.prompt_mixture import load_run_prompts
+from flow_grpo.data.prompts import load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.meta_pipeline import BlockCall, load_for_plan
 from flow_grpo.policy.hub import resolve_lora

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompt_mixture import sampler_of
-from flow_grpo.data.prompts import PromptSet
+from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device

@@ -12,9 +12,8 @@ from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import ForwardProcess
 from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig, RewardConfig
-from flow_grpo.data.prompt_mixture import PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.data.prompt_warnings import overlap_warnings, syntax_warnings
-from flow_grpo.data.prompts import Prompts
+from flow_grpo.data.prompts import Prompts, PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub

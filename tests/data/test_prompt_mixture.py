@@ -9,8 +9,7 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig
-from flow_grpo.data.prompt_mixture import join_sets, load_run_prompts, sampler_of
-from flow_grpo.data.prompts import PromptSampler, PromptSet, rows_by_set
+from flow_grpo.data.prompts import PromptSampler, PromptSet, join_sets, load_run_prompts, rows_by_set, sampler_of
 
 WEIGHTS = (1.0, 2.5, 0.5)
 

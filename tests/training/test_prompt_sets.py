@@ -10,7 +10,7 @@ from support.run_contents import MEASURED
 from support.thread_processes import run_as_processes
 
 from flow_grpo import FlowGRPOTrainer
-from flow_grpo.data.prompt_mixture import join_sets, sampler_of
+from flow_grpo.data.prompts import join_sets, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.metrics_file import read_metrics

@@ -11,7 +11,7 @@ from support.run_contents import MEASURED
 
 from flow_grpo import objectives, sampling
 from flow_grpo.config.objective import Draft, FlowBp, Refl
-from flow_grpo.data.prompt_mixture import join_sets
+from flow_grpo.data.prompts import join_sets
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.reward_gradients import predicted_image
