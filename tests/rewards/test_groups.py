@@ -13,8 +13,7 @@ import uvicorn
 from flow_grpo import rewards
 from flow_grpo.rewards import WeightedSum, scopes
 from flow_grpo.rewards.serving.client import Remote, png
-from flow_grpo.rewards.serving.request import Limits
-from flow_grpo.rewards.serving.server import application
+from flow_grpo.rewards.serving.server import Limits, application
 
 GROUP = [0, 0, 0, 1, 1, 1, 1]
 PROMPTS = ["a cat"] * 3 + ["a dog"] * 4

@@ -41,9 +41,8 @@ from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.rewards.judge import Judge
 from flow_grpo.rewards.scopes import frames_of
 from flow_grpo.rewards.serving.client import Remote, encode, png
-from flow_grpo.rewards.serving.request import RAW, Limits, checked, decode
 from flow_grpo.rewards.serving.retry import Client
-from flow_grpo.rewards.serving.server import application, bounded, serve
+from flow_grpo.rewards.serving.server import RAW, Limits, application, bounded, checked, decode, serve
 from flow_grpo.rewards.serving.subprocess import Isolated
 from flow_grpo.tiny import pretrain, world
 from flow_grpo.tracking.tracker import read_metrics

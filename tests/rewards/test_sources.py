@@ -16,7 +16,7 @@ from flow_grpo.rewards.human import Human
 from flow_grpo.rewards.images import first_sources
 from flow_grpo.rewards.judge import Judge
 from flow_grpo.rewards.serving.client import Remote, encode
-from flow_grpo.rewards.serving.request import RAW, Limits, decode
+from flow_grpo.rewards.serving.server import RAW, Limits, decode
 from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources, unpack_sources
 
 PROMPTS = ["one", "two", "two"]
