@@ -34,7 +34,7 @@ REGISTRY = {
     "jpeg_size": "flow_grpo.rewards.pixels:jpeg_size",
     "fidelity": "flow_grpo.rewards.fidelity:Fidelity",
     "unchanged": "flow_grpo.rewards.fidelity:Unchanged",
-    "least_distance": "flow_grpo.rewards.least_distance:LeastDistance",
+    "least_distance": "flow_grpo.rewards.clip:LeastDistance",
     "sharpness": "flow_grpo.rewards.pixels:sharpness",
     "motion": "flow_grpo.rewards.pixels:motion",
     "color": "flow_grpo.rewards.pixels:Color",

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from flow_grpo import rewards
-from flow_grpo.rewards.least_distance import least_distance
+from flow_grpo.rewards.clip import least_distance
 
 
 def test_it_is_the_least_cosine_distance_to_another():
