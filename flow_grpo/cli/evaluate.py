@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flow_grpo.cli.console import console, progress_bars, say, without_library_messages
-from flow_grpo.cli.image_options import (
+from flow_grpo.cli.options import (
     Crop,
     GridColumns,
     GridRows,
     Padding,
     Prompt,
+    RewardNames,
+    Trust,
+    check_found_configs,
     grid_layout,
+    prepare_folder,
     prompt_set_of,
     read_prompt_source,
+    rewards_to_measure,
 )
-from flow_grpo.cli.options import RewardNames, Trust, check_found_configs, prepare_folder, rewards_to_measure
 from flow_grpo.text import counted
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.padding import Padding as Indented
 from rich.table import Table
 
 from flow_grpo.cli.console import console, say
-from flow_grpo.cli.image_options import (
+from flow_grpo.cli.options import (
     IMAGES_HELP,
     Crop,
     GridColumns,
@@ -20,10 +20,13 @@ from flow_grpo.cli.image_options import (
     Padding,
     Prompt,
     Prompts,
+    check_suffix,
     grid_layout,
+    parse_reward,
+    prepare_file,
+    prepare_folder,
     read_images,
 )
-from flow_grpo.cli.options import check_suffix, parse_reward, prepare_file, prepare_folder
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import counted
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flow_grpo.cli.console import say, without_library_messages
-from flow_grpo.cli.image_options import say_notes
-from flow_grpo.cli.options import Trust, config_for_weights, new_folder
+from flow_grpo.cli.options import Trust, config_for_weights, new_folder, say_notes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import MAX_JSON, finish_files, new_files, regular_bytes, write_atomic
 from flow_grpo.progress import phase

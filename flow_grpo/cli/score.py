@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flow_grpo.cli.console import console
-from flow_grpo.cli.image_options import (
+from flow_grpo.cli.options import (
     IMAGES_HELP,
     Crop,
     GridColumns,
@@ -18,10 +18,14 @@ from flow_grpo.cli.image_options import (
     Padding,
     Prompt,
     Prompts,
+    RewardNames,
+    check_suffix,
     grid_layout,
+    load_rewards,
+    parse_reward,
+    prepare_file,
     read_images,
 )
-from flow_grpo.cli.options import RewardNames, check_suffix, load_rewards, parse_reward, prepare_file
 from flow_grpo.files import write_atomic
 from flow_grpo.text import counted, escape_formula, visible
 

@@ -13,7 +13,7 @@ from support.paths import SAMPLE_REWARDS
 from torchvision.utils import make_grid
 
 from flow_grpo import rewards
-from flow_grpo.cli import image_options
+from flow_grpo.cli import options
 from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, save_image
 from flow_grpo.data.grid_layout import GridOptions
 
@@ -134,9 +134,9 @@ def test_a_csv_of_scores_computes_nothing_in_a_spreadsheet(folder):
 
 
 def test_pixels_are_one_number_or_one_for_each_side():
-    assert image_options.grid_layout(None, 3, None, None) == GridOptions(columns=3)
-    assert image_options.grid_layout(2, 3, "2", "4") == GridOptions(2, 3, (2, 2), (4, 4, 4, 4))
-    assert image_options.grid_layout(2, 3, "2, 5", "1,2,3,4") == GridOptions(2, 3, (2, 5), (1, 2, 3, 4))
+    assert options.grid_layout(None, 3, None, None) == GridOptions(columns=3)
+    assert options.grid_layout(2, 3, "2", "4") == GridOptions(2, 3, (2, 2), (4, 4, 4, 4))
+    assert options.grid_layout(2, 3, "2, 5", "1,2,3,4") == GridOptions(2, 3, (2, 5), (1, 2, 3, 4))
     for wrong in ("", "-1", "1.5", "1,2,3", "nan", "9999999", "²"):
         with pytest.raises(ValueError, match="is not a number of pixels"):
-            image_options.grid_layout(None, None, wrong, None)
+            options.grid_layout(None, None, wrong, None)

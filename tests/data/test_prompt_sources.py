@@ -14,7 +14,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from flow_grpo import ImagePrompt, PromptSet
-from flow_grpo.cli.image_options import read_prompt_source
+from flow_grpo.cli.options import read_prompt_source
 from flow_grpo.cli.sample import _read_prompts
 from flow_grpo.config.sections import FROM_PYTHON
 from flow_grpo.data import prompt_files, prompt_sources

@@ -19,7 +19,7 @@ from support.sample_rewards import brighter, brightness, nan, sometimes_nan, spr
 
 from flow_grpo import rewards, sampling
 from flow_grpo.cli.evaluate import evaluate as eval_command
-from flow_grpo.cli.image_options import read_prompt_source
+from flow_grpo.cli.options import read_prompt_source
 from flow_grpo.cli.score import score as score_command
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data import image_sets
