@@ -10,8 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.image_files import read_image, regular_content
-from flow_grpo.rewards.images import to_rgb
+from flow_grpo.rewards.images import read_image, regular_content, to_rgb
 
 MAX_OPEN_IMAGES = 64  # decoded images that are kept in memory
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.clip import TINY, OpenCLIP
-from flow_grpo.rewards.image_files import read_image
-from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.images import read_image, to_pil
 from flow_grpo.rewards.networks import AUTO
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import MAX_JSON, regular_bytes
 from flow_grpo.rewards.clip import TINY, OpenCLIP
-from flow_grpo.rewards.image_files import Vote, read_image
-from flow_grpo.rewards.images import Images, in_batches
+from flow_grpo.rewards.images import Images, Vote, in_batches, read_image
 from flow_grpo.rewards.networks import AUTO, check_keys, load_tensors
 
 FILES = WEIGHTS, SETTINGS = "head.safetensors", "head.json"  # of a head

@@ -22,8 +22,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import atomic_file
 from flow_grpo.image_prompt import SourceImage, images_of
 from flow_grpo.rewards import images as reward_images
-from flow_grpo.rewards.image_files import MAX_PIXELS, open_header, read_image_file
-from flow_grpo.rewards.images import to_pil
+from flow_grpo.rewards.images import MAX_PIXELS, open_header, read_image_file, to_pil
 from flow_grpo.rewards.scopes import evenly_spaced, is_video
 
 FIELD = "parameters"

@@ -21,7 +21,7 @@ from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
 from flow_grpo.image_prompt import images_of
-from flow_grpo.rewards.image_files import SUFFIXES
+from flow_grpo.rewards.images import SUFFIXES
 from flow_grpo.run_folder import layout
 from flow_grpo.text import counted, natural_key
 

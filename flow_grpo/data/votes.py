@@ -7,7 +7,7 @@ from typing import Any
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
-from flow_grpo.rewards.image_files import Vote
+from flow_grpo.rewards.images import Vote
 
 PAIRS = (("chosen", "rejected"), ("better", "worse"))
 PICK_A_PIC = ("jpg_0", "jpg_1", "label_0")  # the share of the votes for jpg_0; 0.5 is a tie

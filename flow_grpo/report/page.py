@@ -19,7 +19,7 @@ from markupsafe import Markup
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import write_atomic
 from flow_grpo.report import summary
-from flow_grpo.rewards.image_files import open_header, regular_content
+from flow_grpo.rewards.images import open_header, regular_content
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import metric_name
 from flow_grpo.run_folder.reader import RunReader, check_links, value_of

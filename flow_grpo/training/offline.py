@@ -17,7 +17,7 @@ from flow_grpo.data.votes import NO_COLUMN, image_of, load_votes
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
-from flow_grpo.rewards.image_files import read_image
+from flow_grpo.rewards.images import read_image
 from flow_grpo.types import Experience, PromptBatch, Trajectory
 
 

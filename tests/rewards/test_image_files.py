@@ -11,9 +11,8 @@ from PIL import ExifTags, Image, features
 
 from flow_grpo import ImagePrompt
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards import image_files
-from flow_grpo.rewards.image_files import FORMATS, read_image
-from flow_grpo.rewards.images import TURNS
+from flow_grpo.rewards import images as image_files
+from flow_grpo.rewards.images import FORMATS, TURNS, read_image
 
 WAYS = [way for way in FORMATS if way != "AVIF" or features.check("avif")]
 CORNERS = np.zeros((8, 16, 3), np.uint8)  # red, green, blue and white quarters
