@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.distributed.sharding import copy_into, fully_shard_blocks, gather_to_cpu, shard_like
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.hub import resolve_lora
@@ -18,7 +17,16 @@ from flow_grpo.policy.lora import TRAINED, Lora
 from flow_grpo.policy.memory import compile_blocks, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.step_meter import StepMeter
-from flow_grpo.policy.weights import FullWeights, check_shapes, check_weights, damaged_file
+from flow_grpo.policy.weights import (
+    FullWeights,
+    check_shapes,
+    check_weights,
+    copy_into,
+    damaged_file,
+    fully_shard_blocks,
+    gather_to_cpu,
+    shard_like,
+)
 from flow_grpo.text import first_line
 
 

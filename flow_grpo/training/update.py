@@ -15,10 +15,10 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import decay_at
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.distributed.sharding import full_tensor, gather_to_cpu, shard_like
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.weights import full_tensor, gather_to_cpu, shard_like
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies
 from flow_grpo.training.losses import (
