@@ -12,7 +12,7 @@ from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import find_shapes
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
-from flow_grpo.tiny.shapes import architecture, examples, pretrain
+from flow_grpo.tiny.shapes import architecture, pretrain
 from flow_grpo.tiny.shapes.pretrain import transformer_loss, velocity
 
 
@@ -40,20 +40,20 @@ def test_attributes_are_misdescribed_as_often_as_asked_and_captions_stay_prompts
     rng, differences = np.random.default_rng(0), []
     for _ in range(1500):
         scene, _ = drawing.random_example(rng)
-        told = examples.misdescribe(scene, rng, 0.2)
+        told = pretrain.misdescribe(scene, rng, 0.2)
         assert parse_scene(str(told)) == told
         assert (len(told.groups), told.count <= 4) == (len(scene.groups), True)
         differences += [one.shape != other.shape for one, other in zip(scene.groups, told.groups, strict=True)]
         differences += [a.color != b.color for a, b in zip(scene.groups, told.groups, strict=True) if a.color]
     assert abs(np.mean(differences) - 0.2) < 4 * (0.2 * 0.8 / len(differences)) ** 0.5
-    assert examples.misdescribe(scene, rng, 0.0) == scene
+    assert pretrain.misdescribe(scene, rng, 0.0) == scene
 
 
 def test_edits_are_misdescribed_in_their_kind_and_in_what_is_new():
     rng, kinds, colors = np.random.default_rng(0), [], []
     for _ in range(1500):
         _, edit, _ = drawing.random_edit(rng)
-        told = examples.misdescribe_edit(edit, rng, 0.2)
+        told = pretrain.misdescribe_edit(edit, rng, 0.2)
         assert parse_edit(str(told)) == told
         assert (told.shape, told.color) == (edit.shape, edit.color), "which shape is meant is always true"
         if edit.kind == "add":
@@ -78,7 +78,7 @@ def pipeline_without_zeros():
 
 def test_the_loss_depends_on_captions_and_sources():
     pipe, rng = pipeline_without_zeros(), np.random.default_rng(0)
-    made = pretrain.encoded(pipe, examples.edits(rng, 4))
+    made = pretrain.encoded(pipe, pretrain.edits(rng, 4))
     true = list(map(str, made.described))
     losses = []
     for captions, sources in (
@@ -88,14 +88,14 @@ def test_the_loss_depends_on_captions_and_sources():
         (true, None),
     ):
         torch.manual_seed(1)
-        given = examples.Examples(made.described, made.images, sources)
+        given = pretrain.Examples(made.described, made.images, sources)
         losses.append(transformer_loss(pipe, captions, given).item())
     assert len(set(losses)) == 4
 
 
 def test_a_teacher_with_guidance_is_the_target_and_knows_the_true_captions():
     pipe, rng = pipeline_without_zeros(), np.random.default_rng(0)
-    made = pretrain.encoded(pipe, examples.scenes(rng, 4, examples.TAUGHT))
+    made = pretrain.encoded(pipe, pretrain.scenes(rng, 4, pretrain.TAUGHT))
     true = list(map(str, made.described))
 
     def loss(captions, guidance):
@@ -119,7 +119,7 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
         for stop in stops:
             torch.manual_seed(0)
             pipe = architecture.pipeline()
-            drawn = pretrain.encoded(pipe, examples.scenes(np.random.default_rng(0), 8, examples.TAUGHT))
+            drawn = pretrain.encoded(pipe, pretrain.scenes(np.random.default_rng(0), 8, pretrain.TAUGHT))
             plan = StagePlan(11, stop, lr=1e-3, muon_lr=3e-3, horizon=2)
             stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
             stage.run(
