@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flow_grpo.cli.console import console, say, without_library_messages
+from flow_grpo.cli.console import USER_ERROR, console, say, without_library_messages
 from flow_grpo.cli.options import Overrides, check_suffix, prepare_file
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.training.interrupt import INTERRUPTED
@@ -48,7 +48,7 @@ def doctor(
 ) -> None:
     """Check a run before it starts: machine, prompts, rewards, groups, two updates, costs. Or check a model, or measure step variance.
 
-    Each check is ok, a warning or an error, with advice. After an error the exit status is 1.
+    Each check is ok, a warning or an error, with advice. After an error the exit status is 2.
 
     [bold]flow-grpo doctor tiny_ocr[/bold]
     [bold]flow-grpo doctor --model ./my-model height=512 width=512[/bold]
@@ -89,7 +89,7 @@ def doctor(
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     if not passed:
-        raise typer.Exit(1)
+        raise typer.Exit(USER_ERROR)
 
 
 def _check_options(step_variance: bool, model: str | None, out: Path | None, json_file: Path | None) -> None:

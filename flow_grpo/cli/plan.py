@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flow_grpo.cli.console import console, without_library_messages
+from flow_grpo.cli.console import USER_ERROR, console, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
 from flow_grpo.errors import FlowGRPOError
 
@@ -51,4 +51,4 @@ def plan(
         machine = Hardware.of_this_machine(usable_device(args.device), gpu_memory, gpus)
     base = 0.0 if machine.cuda else baseline_memory(args)
     if not print_plan(console, args, machine, base):
-        raise typer.Exit(1)
+        raise typer.Exit(USER_ERROR)

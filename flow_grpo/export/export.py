@@ -88,7 +88,8 @@ def export(
         }
         (new_folder / layout.EXPORT_MANIFEST).write_text(json.dumps(content, indent=1))
     what = "the whole model" if merge else "LoRA"
-    return [*notes, *replaced, f"{what} of step {step}: {out}", f"model card: {out / model_card.CARD}"]
+    weights = sorted(str(out / name) for name in files if "/" not in name and name.endswith(".safetensors")) or [str(out)]
+    return [*notes, *replaced, f"{what} of step {step}: {', '.join(weights)}", f"model card: {out / model_card.CARD}"]
 
 
 def select_weights(run: RunReader, best: bool, checkpoint: int | None) -> tuple[Path, int]:

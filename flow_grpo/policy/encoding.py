@@ -434,9 +434,9 @@ class PromptEncoder:
                 if not images_of(prompts[0]):
                     raise
                 sizes = ", ".join("{} x {}".format(*image.size) for image in images_of(prompts[0]))
+                of_prompt = "" if str(prompts[0]) in PROBE_PROMPTS else f" of the prompt {str(prompts[0])[:80]!r}"
                 raise FlowGRPOError(
-                    f"{type(self.pipe).__name__} can't take the images of the prompt {str(prompts[0])[:80]!r}, {sizes} pixels: "
-                    f"{first_line(error)}"
+                    f"{type(self.pipe).__name__} can't take the images{of_prompt}, {sizes} pixels: {first_line(error)}"
                 ) from error
         return outputs
 

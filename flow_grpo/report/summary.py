@@ -219,7 +219,7 @@ def settings(runs: list[RunReader]) -> list[dict[str, Any]]:
     reward = RewardConfig().model_dump(mode="json")  # a reward that is not in the default is shown by its weight alone
     configs = [_current_config(run) for run in runs]
     for config in configs:
-        own = type(config.objective)(name=config.objective.name) if isinstance(config, FlowGRPOConfig) else None
+        own = type(config.objective).model_construct() if isinstance(config, FlowGRPOConfig) else None
         default = {**flatten({"objective": own.model_dump(mode="json")} if own else {}), **default}
     flat = [flatten(c.model_dump(mode="json") if isinstance(c, FlowGRPOConfig) else c) for c in configs]
     rows = []

@@ -17,7 +17,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.progress import PhaseProgress, replace_unprintable, show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, metric_name, read_metrics
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, metric_name, metric_size, read_metrics
 from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import counted, duration, number, short_name
 
@@ -284,23 +284,28 @@ def shown_scores(run: RunReader) -> list[dict[str, float]]:
 
 
 def weights_lines(run: RunReader, trained: Path) -> list[str]:
-    """The folder of the last weights, and that of the best evaluation if it is another one, each with its step and score."""
+    """The folder of the last weights, and that of the best evaluation if it is another one, each with its step and scores.
+
+    Those of the best evaluation are the ones that it was chosen by.
+    """
     kind, last = (
         "transformer" if trained.is_dir() else "LoRA",
         run.evaluation_rows[-1]["step"] if run.evaluation_rows else None,
     )
-    lines = [f"{kind}: {trained}{_score(run, last)}"]
+    lines = [f"{kind}: {trained}{_scores(run, last, [run.main_metric])}"]
     best = run.folder / layout.BEST
     if run.best_step is not None and run.best_step != last and best.is_dir():
-        lines.append(f"{kind} of the best evaluation: {best}{_score(run, run.best_step)}")
+        untrained = [n for n in run.score_names if metric_name(n) not in ("reward", *run.trained) and not metric_size(n)]
+        scores = _scores(run, run.best_step, untrained or [run.main_metric], ", not trained on" if untrained else "")
+        lines.append(f"{kind} of the best evaluation: {best}{scores}")
     return lines
 
 
-def _score(run: RunReader, step: int | None) -> str:
-    """The step and the held-out score of weights, in brackets; "" without evaluations."""
-    metric = run.main_metric
-    scores = [row[f"eval/{metric}"] for row in run.evaluation_rows if row["step"] == step and f"eval/{metric}" in row]
-    return f" (step {step}, {short_name(metric)} {number(scores[-1])})" if scores else ""
+def _scores(run: RunReader, step: int | None, metrics: list[str], note: str = "") -> str:
+    """The step and held-out scores of weights, in brackets; "" without evaluations."""
+    row = next((row for row in reversed(run.evaluation_rows) if row["step"] == step), {})
+    scores = [f"{short_name(m)} {number(row[key])}" for m in metrics if (key := f"eval/{m}") in row]
+    return f" (step {step}, {', '.join(scores)}{note})" if scores else ""
 
 
 def next_command(run: RunReader) -> str | None:

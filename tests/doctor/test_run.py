@@ -117,7 +117,7 @@ def test_the_command_prints_80_columns_writes_its_results_and_exits_with_an_erro
     reward = f"{SAMPLE_REWARDS}:nan"
     args = short_run(tmp_path / "run", f"rewards={{{reward}: 1}}")
     (tmp_path / "short.yaml").write_text(args.to_yaml())
-    lines = run("doctor", "short.yaml", "--json", "look/found.json", cwd=tmp_path, code=1).splitlines()
+    lines = run("doctor", "short.yaml", "--json", "look/found.json", cwd=tmp_path, code=2).splitlines()
     table, (sentence, file) = lines[:-2], lines[-2:]
     assert all(len(line) <= 80 for line in table)
     assert any("ERROR: are not finite" in line for line in table)

@@ -389,7 +389,9 @@ def test_the_card_gives_the_rank_and_alpha_of_the_weights_whatever_the_config_ha
     config.write_text(config.read_text().replace("  rank: 4\n", "  rank: 32\n").replace("  alpha: 8.0\n", "  alpha: 64.0\n"))
     assert "rank: 32" in config.read_text()
     export(tmp_path / "run", tmp_path / "out", merge=merge)
-    assert "- LoRA of rank 4, alpha 4;" in (tmp_path / "out" / model_card.CARD).read_text()
+    card = (tmp_path / "out" / model_card.CARD).read_text()
+    assert "- LoRA of rank 4, alpha 4;" in card
+    assert "advantage `grpo`, transition `cps`, " in card, "of an objective on sampling steps"
 
 
 @pytest.mark.parametrize(
@@ -412,7 +414,9 @@ def test_an_export_replaces_its_own_files_alone(run, tmp_path):
     out = tmp_path / "out"
     assert not any("replaced" in line for line in export(run, out, merge=True))
     (out / "notes.txt").write_text("mine")
-    assert f"replaced: the earlier export of step 2 of the run {run.name} in {out}" in export(run, out)
+    lines = export(run, out)
+    assert f"replaced: the earlier export of step 2 of the run {run.name} in {out}" in lines
+    assert f"LoRA of step 2: {out / hub.WEIGHTS}" in lines
     assert (out / "notes.txt").read_text() == "mine"
     assert (out / hub.WEIGHTS).is_file()
     assert {file.name for file in out.iterdir() if file.is_dir()} == {"pictures"}, "nothing of the former export is left"

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image
 from support.embedded import short_run
 from support.fake_run import PROMPTS, synthetic_run, training_row
@@ -305,6 +306,16 @@ def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
     assert not rows["objective.name"]["differ"]
     assert "seed" not in rows
     assert [name for name in rows if name.startswith("evaluation.rewards.clip")] == ["evaluation.rewards.clip.weight"]
+
+
+def test_the_settings_of_an_own_objective_on_final_images_are_shown(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["objective"] = {"name": "my_objective.py:f", "family": "forward_process", "num_noise_levels": 2}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = {row["name"]: row for row in summary.settings([RunReader(run)])}
+    assert rows["objective.num_noise_levels"]["cells"] == ["2"]
+    assert rows["objective.num_noise_levels"]["default"] == "1"
 
 
 def test_several_runs_share_the_curves_and_stand_side_by_side(tmp_path):
