@@ -303,7 +303,7 @@ def weights_lines(run: RunReader, trained: Path) -> list[str]:
 
 def _scores(run: RunReader, step: int | None, metrics: list[str], note: str = "") -> str:
     """The step and held-out scores of weights, in brackets; "" without evaluations."""
-    row = next((row for row in reversed(run.evaluation_rows) if row["step"] == step), {})
+    row: dict = next((row for row in reversed(run.evaluation_rows) if row["step"] == step), {})
     scores = [f"{short_name(m)} {number(row[key])}" for m in metrics if (key := f"eval/{m}") in row]
     return f" (step {step}, {', '.join(scores)}{note})" if scores else ""
 
