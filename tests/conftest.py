@@ -114,7 +114,7 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the report and the curves, which take most of a short run's time and have tests of their own."""
-    monkeypatch.setattr(page, "write", lambda folders, out: out)
+    monkeypatch.setattr(page, "write_report", lambda run: run)
     monkeypatch.setattr(tracker, "plot_curves", lambda folder: None)
 
 

@@ -171,12 +171,12 @@ def names(monkeypatch):
 
 def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, monkeypatch, names):
     monkeypatch.setattr(hardware, "SECONDS", 0.0)
-    dry_run(short_run(tmp_path / "run"))
+    dry_run(args := short_run(tmp_path / "run"))
     pictures = RewardInputs(torch.rand(2, 3, 8, 8), ["a", "b"], {})
     reward_probe.measure("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
     brightness = f"{SAMPLE_REWARDS}:brightness"
     for what in (
-        "tracing the code of tiny",
+        f"tracing the code of {args.model}",
         "measuring this machine",
         f"calling reward {brightness}",
         "loading reward own",

@@ -5,6 +5,7 @@ no other script and no request.
 """
 
 import base64
+import functools
 import hashlib
 import math
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from flow_grpo.errors import FlowGRPOError
@@ -71,8 +72,6 @@ def render(runs: list[RunReader]) -> str:
     """The page as HTML."""
     names = run_names(runs)
     style, script = (Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"plain": plain, "number": number, "short": short_name}
     curves, signals, constant = run_charts(runs, names)
     warnings = [
         {"run": n, "step": w["step"], "text": w["warning"]} for run, n in zip(runs, names, strict=True) for w in run.warnings
@@ -95,7 +94,15 @@ def render(runs: list[RunReader]) -> str:
         "has_groups": [any(step["groups"] for step in entry["groups"]) for entry in data],
         "data": json_safe({"runs": data}),
     }
-    return environment.get_template("report.html.jinja").render(content)
+    return template().render(content)
+
+
+@functools.cache  # compiling it takes most of the time
+def template() -> Template:
+    """The page's template."""
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"plain": plain, "number": number, "short": short_name}
+    return environment.get_template("report.html.jinja")
 
 
 def run_context(run: RunReader, name: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 from support.checks import HELD_OUT, TRAIN
-from support.embedded import CALL, short_run
+from support.embedded import CALL, short_model, short_run
 
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.policy.loading import load_policy
@@ -14,7 +14,7 @@ from flow_grpo.trainer import FlowGRPOTrainer
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     """One for all tests of a file: each adds its updates, none needs a fresh one."""
-    return load_policy("tiny", "cpu", "fp32", **CALL)
+    return load_policy(str(short_model()), "cpu", "fp32", **CALL)
 
 
 @pytest.fixture

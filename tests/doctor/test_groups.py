@@ -3,12 +3,21 @@
 import pytest
 import torch
 from support.checks import statuses
+from support.embedded import tiny_policy
 from support.paths import SAMPLE_REWARDS
 from support.sample_rewards import flat
 
 from flow_grpo.doctor import groups
 from flow_grpo.doctor.result import ERROR, OK, WARNING, Status
+from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """One that draws signs, which a reward can read."""
+    return tiny_policy()
+
 
 SOLVED = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.2, 1.0]])
 

@@ -130,7 +130,7 @@ def test_the_command_prints_80_columns_writes_its_results_and_exits_with_an_erro
 
     (tmp_path / "long.yaml").write_text(short_run(tmp_path / "run").to_yaml())  # nothing ends these checks early
     command = begin("doctor", "long.yaml", cwd=tmp_path)
-    command.wait_for(lambda: command.output.startswith("tiny, grpo"))
+    command.wait_for(lambda: ", grpo" in command.output)
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
 

@@ -59,7 +59,7 @@ def run(tmp_path_factory) -> Path:
         stir(policy, seed)
         policy.lora.save(folder / name)
     checkpoint.save(folder / "checkpoints", 2, {"step": 2, "adapter": policy.adapter_state(), "ema": {}}, keep=1)
-    (folder / "config.yaml").write_text(short_run(folder).to_yaml())
+    (folder / "config.yaml").write_text(short_run(folder, "model=tiny").to_yaml())
     return folder
 
 
@@ -194,7 +194,7 @@ def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(
         "--config",
         "c.yaml",
     ]
-    (tmp_path / "c.yaml").write_text(short_run(tmp_path).to_yaml())
+    (tmp_path / "c.yaml").write_text(short_run(tmp_path, "model=tiny").to_yaml())
     cli_process.run(*words, cwd=tmp_path)
     again, (cell,) = read_grid(tmp_path / "samples" / "grid.png")
     assert cell.seed == cells[1].seed
@@ -222,14 +222,14 @@ def base(tmp_path) -> Path:
     """A run folder of that name, with a LoRA that is never loaded."""
     (tmp_path / "base" / "lora").mkdir(parents=True)
     (tmp_path / "base" / "lora" / "a.safetensors").write_bytes(b"")
-    (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path).to_yaml())
+    (tmp_path / "base" / "config.yaml").write_text(short_run(tmp_path, "model=tiny").to_yaml())
     return tmp_path / "base"
 
 
 def test_a_merged_export_is_called_as_its_run_was_and_a_checkpoint_is_found_from_anywhere(tmp_path, run, monkeypatch):
     for name in ("model_index.json", "flow_grpo.json"):
         (tmp_path / name).write_text("{}")
-    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "width=96").to_yaml())
+    (tmp_path / "config.yaml").write_text(short_run(tmp_path, "model=tiny", "width=96").to_yaml())
     merged = resolve_targets([str(tmp_path)], TargetOptions())[0].args
     assert (merged.model, merged.width) == (str(tmp_path), 96)
     monkeypatch.chdir(run)

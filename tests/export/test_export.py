@@ -59,7 +59,7 @@ def run(tmp_path_factory) -> Path:
         "evaluation.max_prompts=8",
     ]
     more = ["evaluation.num_images=5", "evaluation.every=1", "optimizer.lr=0.01", "trackers=[]", "ema_decay=0.5"]
-    FlowGRPOTrainer(args=short_run(folder / "run", *settings, *more)).train()
+    FlowGRPOTrainer(args=short_run(folder / "run", "model=tiny", *settings, *more)).train()
     return folder / "run"
 
 
@@ -171,7 +171,7 @@ def test_a_lora_of_the_papers_code_is_trained_on_and_exported(tmp_path):
     folder = tmp_path / "checkpoint-60" / "lora"
     theirs.save_pretrained(folder)
     settings = [f"lora.init_from={folder}", "optimizer.lr=1.0e-5", "trackers=[]", "evaluation.prompts=null"]
-    FlowGRPOTrainer(args=short_run(tmp_path / "run", *settings)).train()
+    FlowGRPOTrainer(args=short_run(tmp_path / "run", "model=tiny", *settings)).train()
     export(tmp_path / "run", tmp_path / "signs", form="comfyui")
     trained = differences(load_file(tmp_path / "signs" / "signs.safetensors"))
     assert trained.keys() == start.keys()

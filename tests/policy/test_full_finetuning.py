@@ -52,7 +52,7 @@ def test_every_weight_is_trained_and_the_base_model_comes_back_to_the_last_bit(t
     now = weights(trainer.policy)
     still = {name for name in trainer.policy.trainable_parameters() if torch.equal(now[name], base[name])}
     asks = {"add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight"}  # the last block throws away what the text asks
-    assert still == {f"transformer_blocks.5.attn.{name}" for name in asks}
+    assert still == {f"transformer_blocks.1.attn.{name}" for name in asks}
     assert all(value.dtype == torch.float32 for value in now.values() if value.is_floating_point())
     assert [row["ratio/first_update_max_deviation"] for row in numbers] == [0, 0]
     assert numbers[0]["kl"] == 0, "the policy still is the base model"
@@ -99,7 +99,7 @@ def test_the_saved_transformer_is_what_was_trained_here_and_in_plain_diffusers(t
     with trainer.policy.ema.applied():
         expected = {name: value.bfloat16() for name, value in weights(trainer.policy).items()}
     assert equal(plain.transformer.state_dict(), expected)
-    again = load_policy("tiny", "cpu", "bf16", lora=folder / "transformer", **CALL)
+    again = load_policy(trainer.args.model, "cpu", "bf16", lora=folder / "transformer", **CALL)
     assert equal(weights(again), expected)
     with again.base_model():
         rounded = {name: value.bfloat16() for name, value in base.items()}
@@ -140,7 +140,7 @@ def test_an_optimizer_with_plain_numbers_in_its_state_is_restored(tmp_path):
 
 def test_eval_puts_a_run_and_a_checkpoint_on_and_takes_them_off(trained):
     trainer, _, _, folder = trained
-    policy = load_policy("tiny", "cpu", "bf16", **CALL)
+    policy = load_policy(trainer.args.model, "cpu", "bf16", **CALL)
     plain = weights(policy)
     with trainer.policy.ema.applied():
         averaged = weights(trainer.policy)
@@ -215,7 +215,7 @@ def test_what_needs_a_base_that_is_not_trained_is_refused(tmp_path, setting, sen
 def test_the_plan_knows_what_all_weights_take(tmp_path):
     """Weights, two moments, an average and, here on a CPU, the base model: five times four bytes each, and a share of it."""
     args = short_run(tmp_path, *WHOLE, "memory.shard=true")
-    count = sum(p.numel() for p in tiny_policy().pipe.transformer.parameters())
+    count = sum(p.numel() for p in load_policy(args.model, "cpu", "fp32", **CALL).pipe.transformer.parameters())
     for shares in (1, 2):
         persistent = StepEstimator(args, cuda=False, count=shares).estimate(8).persistent
         assert persistent["transformer"] + persistent["base weights"] == pytest.approx(20 * count / shares)

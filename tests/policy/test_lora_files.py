@@ -86,7 +86,7 @@ def test_a_file_that_is_no_lora_is_refused(tmp_path, content):
 def nan(good, tmp_path) -> Path:
     """A run folder whose LoRA, and that of its checkpoint, are NaN in one place."""
     folder = synthetic_run(tmp_path / "run", steps=2, reward="brightness")
-    (folder / "config.yaml").write_text(short_run(folder).to_yaml())
+    (folder / "config.yaml").write_text(short_run(folder, "model=tiny").to_yaml())
     tensors, metadata = spoiled(good, "nan")
     (folder / "lora").mkdir()
     save_file(tensors, folder / "lora" / WEIGHTS, metadata)
@@ -112,7 +112,7 @@ def test_every_verb_refuses_a_lora_with_nan(nan, tmp_path):
         export(nan, tmp_path / "out")
     (nan / "lora" / "other.safetensors").rename(nan / "lora" / WEIGHTS)
     with pytest.raises(ValueError, match="holds values that are not finite"):
-        FlowGRPOTrainer(args=short_run(tmp_path / "next", f"lora.init_from={nan / 'lora'}"))
+        FlowGRPOTrainer(args=short_run(tmp_path / "next", "model=tiny", f"lora.init_from={nan / 'lora'}"))
     words = ["--lora", str(nan / "lora")]
     for output in (
         run("sample", "a b", "--seeds", "1", "--steps", "1", *words, cwd=tmp_path, code=2),

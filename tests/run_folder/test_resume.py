@@ -21,11 +21,9 @@ WORDS = "one\ntwo\nthree\nfour\n"
 
 
 @pytest.fixture
-def began(tmp_path, monkeypatch):
+def began(tmp_path, monkeypatch, no_report):
     """A run of one step on files of its own, and a function that resumes it with other settings; it returns what is printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("flow_grpo.report.page.write", lambda folders, out: out)
-    monkeypatch.setattr("flow_grpo.tracking.tracker.plot_curves", lambda folder: None)
     (tmp_path / "words.txt").write_text(WORDS)
     (tmp_path / "mine.py").write_text(REWARD)
     small.trainer(args_of("steps=1")).train()
