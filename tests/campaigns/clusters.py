@@ -88,7 +88,7 @@ class Lab:
         """The file of a run, whose folder lies beside it."""
         file = self.folder / f"{name}.yaml"
         rewards = f"rewards={{'{self.folder}/reward.py:bright': {reward}}}"
-        file.write_text(short_run(self.folder / name, *SETTINGS, rewards, *more).to_yaml())
+        file.write_text(short_run(self.folder / name, "model=tiny", *SETTINGS, rewards, *more).to_yaml())
         return file
 
     def in_step(self, *names: str) -> None:

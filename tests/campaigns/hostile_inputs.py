@@ -189,7 +189,9 @@ READERS = {  # what reads the files of that folder
 
 def world(folder: Path) -> None:
     """Valid inputs of every kind."""
-    config = short_run(Path("runs/short"), "steps=2", "save_every=1", "keep_checkpoints=2", "rewards={color: 1}").to_yaml()
+    config = short_run(
+        Path("runs/short"), "model=tiny", "steps=2", "save_every=1", "keep_checkpoints=2", "rewards={color: 1}"
+    ).to_yaml()
     (folder / "short.yaml").write_text(config)
     begin("train", "short.yaml", cwd=folder).finish(0, 600)
     cells = [ImageInfo(text, 0, "m") for text in SIGNS]

@@ -82,7 +82,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 def started(folder: Path, name: str, settings: list[str]) -> tuple[Path, Path]:
     """The config file and the run folder of a run."""
     config, output = folder / f"{name}.yaml", folder / name
-    config.write_text(short_run(output, *STEPS, *settings).to_yaml())
+    config.write_text(short_run(output, "model=tiny", *STEPS, *settings).to_yaml())
     return config, output
 
 

@@ -119,7 +119,7 @@ def started(folder: Path, name: str, servers: list[Disturbed]) -> tuple[Path, Pa
     """The config file and the run folder of a run."""
     config, output = folder / f"{name}.yaml", folder / name
     where = f"{{remote: [{', '.join(one.proxy.address for one in servers)}], options: {CLIENT}}}"
-    config.write_text(short_run(output, *SETTINGS, f"rewards={{'mine.py:mine': {where}}}").to_yaml())
+    config.write_text(short_run(output, "model=tiny", *SETTINGS, f"rewards={{'mine.py:mine': {where}}}").to_yaml())
     return config, output
 
 

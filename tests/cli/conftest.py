@@ -11,7 +11,7 @@ from support.embedded import short_run
 def trained(tmp_path_factory) -> Path:
     """A folder in which a short run was trained."""
     folder = tmp_path_factory.mktemp("cli")
-    (folder / "short.yaml").write_text(short_run(folder / "runs" / "short").to_yaml())
+    (folder / "short.yaml").write_text(short_run(folder / "runs" / "short", "model=tiny").to_yaml())
     output = run_anew("train", "short.yaml", cwd=folder)
     for foreign in ("warning", "Warning", "deprecat", "INFO", "Loading", "it/s"):
         assert foreign not in output, output

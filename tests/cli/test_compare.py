@@ -5,9 +5,18 @@ from pathlib import Path
 
 import pytest
 from support.cli_process import begin, run, run_anew
+from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo.compare import Budget, compare
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the config of a short run."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "short.yaml").write_text(short_run(folder / "run").to_yaml())
+    return folder
 
 
 def compare_words(folder: Path, images: int = 8, evaluations: int = 1) -> list[str]:
@@ -33,63 +42,63 @@ def compared(folder: Path, out: str, images: int = 16, evaluations: int = 2, **m
     )
 
 
-def curve(trained: Path, out: str, name: str) -> list[dict]:
-    lines = (trained / out / name / "seed0" / "curve.jsonl").read_text().splitlines()
+def curve(folder: Path, out: str, name: str) -> list[dict]:
+    lines = (folder / out / name / "seed0" / "curve.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def test_compare_gives_every_run_the_same_budget(trained):
-    words = [*compare_words(trained), "--measure", "reward", "--target", "0.0"]
-    output = run_anew(*words, "--out", "whole", cwd=trained)
+def test_compare_gives_every_run_the_same_budget(folder):
+    words = [*compare_words(folder), "--measure", "reward", "--target", "0.0"]
+    output = run_anew(*words, "--out", "whole", cwd=folder)
     assert "deprecat" not in output, "other libraries keep quiet in the runs' own processes too"
     assert all(len(line) <= 80 for line in output.splitlines() if "│" in line)
     assert "to target, s" in output
-    assert "per KL" in (trained / "whole" / "compare.md").read_text()
-    curves = {name: curve(trained, "whole", name) for name in ("short", "other")}
+    assert "per KL" in (folder / "whole" / "compare.md").read_text()
+    curves = {name: curve(folder, "whole", name) for name in ("short", "other")}
     for name in curves:
         assert [point["images"] for point in curves[name]] == [0, 8]
         assert [point["step"] for point in curves[name]] == [0, 1]
         assert curves[name][0]["kl"] == 0 < curves[name][-1]["kl"]
     assert curves["short"][-1]["values"] != curves["other"][-1]["values"]
-    assert (trained / "whole" / "compare.png").stat().st_size > 10_000
-    assert json.loads((trained / "whole" / "compare.json").read_text())["short"]["seeds"] == 1
+    assert (folder / "whole" / "compare.png").stat().st_size > 10_000
+    assert json.loads((folder / "whole" / "compare.json").read_text())["short"]["seeds"] == 1
 
 
 @pytest.mark.slow
-def test_a_comparison_that_is_killed_goes_on_where_it_was(trained):
-    compared(trained, "at_once")
-    words = [*compare_words(trained, images=16, evaluations=2), "--measure", "reward"]
-    command = begin(*words, "--out", "parts", cwd=trained)
-    command.wait_for((trained / "parts" / "other" / "seed0" / "curve.jsonl").exists)
+def test_a_comparison_that_is_killed_goes_on_where_it_was(folder):
+    compared(folder, "at_once")
+    words = [*compare_words(folder, images=16, evaluations=2), "--measure", "reward"]
+    command = begin(*words, "--out", "parts", cwd=folder)
+    command.wait_for((folder / "parts" / "other" / "seed0" / "curve.jsonl").exists)
     command.process.kill()
     command.process.join()
-    compared(trained, "parts")
+    compared(folder, "parts")
     for name in ("short", "other"):
-        values = [[point["values"] for point in curve(trained, out, name)] for out in ("at_once", "parts")]
+        values = [[point["values"] for point in curve(folder, out, name)] for out in ("at_once", "parts")]
         assert values[0] == values[1]
 
 
 @pytest.mark.slow
-def test_compare_says_what_it_trains_and_warns_of_a_reward_whose_values_depend_on_other_images(trained):
+def test_compare_says_what_it_trains_and_warns_of_a_reward_whose_values_depend_on_other_images(folder):
     words = ["compare", "short.yaml", "--seeds", "1", "--budget", "images=8", "--evaluations", "1", "--out", "ranked"]
-    output = run(*words, "--measure", "reward", "--set", f"rewards={{'{SAMPLE_REWARDS}:rank': 1}}", cwd=trained)
+    output = run(*words, "--measure", "reward", "--set", f"rewards={{'{SAMPLE_REWARDS}:rank': 1}}", cwd=folder)
     assert output.count("warning: short: reward rank: an image's value depends on the other images") == 1
     assert "short seed 0: " in output
 
 
-def test_compare_says_at_once_what_does_not_fit_its_folder(trained):
-    words = [*compare_words(trained), "--out", "whole"]
-    assert "no held-out metric orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=trained, code=2)
+def test_compare_says_at_once_what_does_not_fit_its_folder(folder):
+    words = [*compare_words(folder), "--out", "whole"]
+    assert "no held-out metric orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=folder, code=2)
     words[words.index("images=8")] = "images=12"
-    assert "started with 8 images between evaluations, not 12 images" in run(*words, cwd=trained, code=2)
+    assert "started with 8 images between evaluations, not 12 images" in run(*words, cwd=folder, code=2)
 
 
-def test_a_comparison_goes_on_with_more_evaluations_at_the_same_distance(trained):
-    compared(trained, "whole", images=16, evaluations=2)
-    lines = (trained / "whole" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()
+def test_a_comparison_goes_on_with_more_evaluations_at_the_same_distance(folder):
+    compared(folder, "whole", images=16, evaluations=2)
+    lines = (folder / "whole" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()
     assert [json.loads(line)["images"] for line in lines] == [0, 8, 16]
 
 
-def test_compare_ends_runs_at_their_target(trained):
-    compared(trained, "stopped", target=0.0, stop=True)
-    assert len((trained / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1
+def test_compare_ends_runs_at_their_target(folder):
+    compared(folder, "stopped", target=0.0, stop=True)
+    assert len((folder / "stopped" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()) == 1
