@@ -76,7 +76,7 @@ def test_the_end_names_both_weights_with_their_scores_and_a_command_that_tries_t
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "best").mkdir()
     lines = finished(folder)
-    assert f"LoRA of the best evaluation: {folder}/best (step 20, clip 0.295, not trained on)" in lines
+    assert f"LoRA of the best evaluation: {folder}/best (step 20, clip 0.900, not trained on)" in lines
     command = shlex.split(lines[-1].removeprefix("try it: "))
     assert command[:2] == ["flow-grpo", "sample"]
     assert command[2] in RunReader(folder).evaluations[-1]["prompts"]
