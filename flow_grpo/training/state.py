@@ -1,4 +1,4 @@
-"""A run on disk while it trains: its folder created or resumed, its checkpoints written and read."""
+"""A stage, which has what training steps of one set of settings are made with; and the run's state: its folder, its checkpoints."""
 
 import copy
 import time
