@@ -116,7 +116,7 @@ def _train(args: "FlowGRPOConfig", resume: bool | str | None, profile: int | Non
         from flow_grpo.distributed.processes import Processes
         from flow_grpo.tracking.profiler import TrainingProfiler
         from flow_grpo.trainer import FlowGRPOTrainer, Interrupted
-        from flow_grpo.training.early_checks import check_output
+        from flow_grpo.training.start_checks import check_output
 
         processes = Processes.from_environment(args.device)
         with processes.together():

@@ -25,8 +25,8 @@ from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
-from flow_grpo.training import early_checks
-from flow_grpo.training.early_checks import check_frames, check_scope
+from flow_grpo.training import start_checks
+from flow_grpo.training.start_checks import check_frames, check_scope
 from flow_grpo.training.offline import load_examples
 from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, method_warnings, reason_not_to_call
 
@@ -73,13 +73,13 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool | str | N
         FlowGRPOError: the run would fail, with the same sentence. A folder that holds a run already is a warning.
     """
     report, folder = DryRunReport(["settings"]), Path(args.output_dir)
-    early_checks.check_writable(folder)
-    early_checks.check_settings(args, num_processes)
+    start_checks.check_writable(folder)
+    start_checks.check_settings(args, num_processes)
     prompts, held_out = _check_prompts(args, report)
     estimator = check_model(args, num_processes, report, estimate=prompts is not None)
     pipe = None if estimator is None else estimator.trace.policy.pipe
     report.notes += [f"warning: {sentence}" for sentence in method_warnings(args, pipe).values()]
-    report.notes += [f"warning: {sentence}" for sentence in early_checks.small_microbatches(args, num_processes)]
+    report.notes += [f"warning: {sentence}" for sentence in start_checks.small_microbatches(args, num_processes)]
     check_rewards(args, prompts, held_out, None if estimator is None else estimator.trace.image_shape, report)
     if estimator is not None:  # after what may fail, as it takes seconds
         report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))
@@ -104,7 +104,7 @@ def _check_prompts(args: FlowGRPOConfig, report: DryRunReport) -> tuple[PromptSe
     held_out = held_out and held_out.head(args.evaluation.max_prompts)
     source = args.prompts if isinstance(args.prompts, str) else None
     if prompts is not None:
-        early_checks.check_prompts(args, prompts)
+        start_checks.check_prompts(args, prompts)
         report.checked.append(f"{len(prompts)} prompts")
         held_out_prompts = held_out.prompts if held_out else []
         report.notes += dict.fromkeys([*prompts.notes, *(held_out.notes if held_out else ())])

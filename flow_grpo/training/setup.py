@@ -26,7 +26,7 @@ from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path, with_frames
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.text import counted, suggest
-from flow_grpo.training import early_checks
+from flow_grpo.training import start_checks
 from flow_grpo.training.anchors import add_references
 from flow_grpo.training.inputs import digests_of_inputs
 
@@ -278,8 +278,8 @@ def _build_run(
     args = run_args.with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
-    early_checks.check_settings(args, processes.world_size)
-    early_checks.check_prompts(args, train_set)
+    start_checks.check_settings(args, processes.world_size)
+    start_checks.check_prompts(args, train_set)
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
     for prompt_set in (train_set, eval_set or train_set):
         eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())  # raises if a set names a reward that is not there
@@ -288,13 +288,13 @@ def _build_run(
         update={"rewards": recorded_rewards(args, reward_funcs), **recorded_prompts(args, prompts, held_out)}
     )
     for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
-        early_checks.check_scope(name, reward, args)
+        start_checks.check_scope(name, reward, args)
     eval_prompts = [] if eval_set is None else eval_set.prompts
     all_prompts = [*train_set.prompts, *eval_prompts]
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
     args = settings_of(policy, args) if policy is model else args
     policy.check_images(all_prompts)
-    early_checks.check_frames(args, policy)
+    start_checks.check_frames(args, policy)
     check_size(policy, "height and width", policy.call.get("height"), policy.call.get("width"))
     prepare_policy(policy, args, processes)
     given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
@@ -307,7 +307,7 @@ def _build_run(
         dtype=policy.dtype,
         reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
     )
-    warnings = [*method_warnings(args, policy.pipe).values(), *early_checks.small_microbatches(args, processes.world_size)]
+    warnings = [*method_warnings(args, policy.pipe).values(), *start_checks.small_microbatches(args, processes.world_size)]
     if not given_images:
         warnings += [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)]
     return RunParts(

@@ -20,7 +20,7 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
-from flow_grpo.training.early_checks import local_microbatch
+from flow_grpo.training.start_checks import local_microbatch
 from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import GivenImages, image_size, load_examples

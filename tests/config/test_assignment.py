@@ -92,7 +92,7 @@ def test_an_empty_path_or_one_with_a_variable_is_refused(override):
 
 
 def test_a_misspelt_option_of_an_objective_is_refused_before_training(tmp_path):
-    from flow_grpo.training.early_checks import check_settings
+    from flow_grpo.training.start_checks import check_settings
 
     (tmp_path / "mine.py").write_text("def loss(step, advantage, strength=1.0):\n    return step.log_prob * advantage\n")
     objective = {"name": f"{tmp_path / 'mine.py'}:loss", "options": {"strenght": 2.0}}

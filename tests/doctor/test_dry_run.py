@@ -21,7 +21,7 @@ from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import downloads
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.early_checks import check_output
+from flow_grpo.training.start_checks import check_output
 
 SAMPLES = SAMPLE_REWARDS
 

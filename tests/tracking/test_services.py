@@ -21,7 +21,7 @@ from flow_grpo.run_folder import layout, reader
 from flow_grpo.tracking import services
 from flow_grpo.tracking.tracker import Tracker, read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training import early_checks
+from flow_grpo.training import start_checks
 
 SERVICE = """
 import json, os
@@ -215,6 +215,6 @@ def test_names_are_accelerates_and_others_are_a_sentence(monkeypatch):
         FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[tensorbord]"])
     assert FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[wandb, mlflow]"]).trackers == {"wandb": {}, "mlflow": {}}
     assert FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[]"]).trackers == {}
-    monkeypatch.setattr(early_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(start_checks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package swanlab, which is not installed: pip install swanlab"):
         FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_ocr", ["trackers=[swanlab]"]))

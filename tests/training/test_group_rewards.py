@@ -10,7 +10,7 @@ from flow_grpo.config.sections import RewardConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards import WeightedSum, score
 from flow_grpo.rewards.scopes import scope_of
-from flow_grpo.training.early_checks import check_scope
+from flow_grpo.training.start_checks import check_scope
 from flow_grpo.training.setup import load_reward
 
 TWINS = small.PromptSet(["a cat", "a dog", "a cat", "a owl"], [{} for _ in range(4)])

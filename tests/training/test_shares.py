@@ -7,7 +7,7 @@ from support.thread_processes import run_as_processes
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.training.early_checks import local_microbatch, small_microbatches
+from flow_grpo.training.start_checks import local_microbatch, small_microbatches
 from flow_grpo.training.update import PolicyUpdate
 
 STEP = {"prompts_per_step": 4, "images_per_prompt": 4, "updates": 2, "microbatch": 4, "optimizer": {"eps": 1e-3}}
