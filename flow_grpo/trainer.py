@@ -15,6 +15,7 @@ from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.group_advantages import experience_of
 from flow_grpo.training.interrupt import Interrupted, background, handle_signals
 from flow_grpo.training.setup import build_run, run_headline
+from flow_grpo.training.start_checks import sentences
 from flow_grpo.training.state import RunState, Stage
 from flow_grpo.types import Evaluation, Experience
 
@@ -50,7 +51,7 @@ class FlowGRPOTrainer:
         self.args, self.policy, self.processes = run.args, run.policy, run.processes
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
-        self.train_source, self.warnings = run.train_source, run.warnings
+        self.start_checks = run.found
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes, self.eval_set is not None)
         self.folder = Path(self.args.output_dir)
         self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
@@ -222,7 +223,7 @@ class FlowGRPOTrainer:
         tracker.info(run_headline(self.args, self.policy))
         for note in dict.fromkeys([*self.train_set.notes, *(self.eval_set.notes if self.eval_set else ())]):
             tracker.info(note)
-        for sentence in self.warnings:
+        for sentence in sentences(self.start_checks):
             tracker.warn(0, sentence)
 
     def _evaluate(self, tracker: Tracker, requested: bool = False) -> None:

@@ -49,20 +49,6 @@ def benchmark_overlap(trained: list[str], held_out: list[str], source: str | Non
     return {name: count for name, count in {**named, **shared}.items() if count}
 
 
-def overlap_warnings(trained: list[str], held_out: list[str], source: str | None = None) -> list[str]:
-    """Warnings for the user before training; empty if no prompt is in two sets."""
-    warnings, shared = [], held_out_overlap(trained, held_out)
-    if shared:
-        warnings.append(
-            f"the training prompts include {shared} of the {len(held_out)} held-out prompts, which then measure memorization."
-        )
-    for name, count in benchmark_overlap(trained, held_out, source).items():
-        warnings.append(
-            f"the training prompts include {count} of the test set {name}: results on it can't be compared with published ones."
-        )
-    return warnings
-
-
 def _bundled_prompts(source: str) -> list[str]:
     file = bundled_file(source)
     lines = file.read_text(encoding="utf-8").splitlines()

@@ -1,6 +1,6 @@
 """`train --dry-run`: checks settings, prompts, model files and rewards as the run would, and estimates a step. It trains nothing."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -8,7 +8,6 @@ import torch
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig, RewardConfig
-from flow_grpo.data.prompt_warnings import overlap_warnings, syntax_warnings
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
 from flow_grpo.evaluation.generate import check_evaluation_size
 from flow_grpo.plan.estimate import StepEstimator, dtype_of
@@ -25,10 +24,8 @@ from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
-from flow_grpo.training import start_checks
-from flow_grpo.training.start_checks import check_frames, check_scope
-from flow_grpo.training.offline import load_examples
-from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, method_warnings, reason_not_to_call
+from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
+from flow_grpo.training.start_checks import Start, check_writable, make_checks, sentences
 
 NUM_NOISE_IMAGES = 2  # on which a dry run calls each reward
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
@@ -40,12 +37,14 @@ class DryRunReport:
     """What a dry run found.
 
     Attributes:
+        found: what the checks of the run's start found, by their names.
         rewards: those that returned valid values.
         missing: what is not downloaded yet, so that it could not be checked.
         notes: sentences on the cost of a step, and warnings.
     """
 
     checked: list[str] = field(default_factory=list)
+    found: dict[str, list[str]] = field(default_factory=dict)
     rewards: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,14 +72,14 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool | str | N
         FlowGRPOError: the run would fail, with the same sentence. A folder that holds a run already is a warning.
     """
     report, folder = DryRunReport(["settings"]), Path(args.output_dir)
-    start_checks.check_writable(folder)
-    start_checks.check_settings(args, num_processes)
-    prompts, held_out = _check_prompts(args, report)
-    estimator = check_model(args, num_processes, report, estimate=prompts is not None)
-    pipe = None if estimator is None else estimator.trace.policy.pipe
-    report.notes += [f"warning: {sentence}" for sentence in method_warnings(args, pipe).values()]
-    report.notes += [f"warning: {sentence}" for sentence in start_checks.small_microbatches(args, num_processes)]
-    check_rewards(args, prompts, held_out, None if estimator is None else estimator.trace.image_shape, report)
+    check_writable(folder)
+    start = Start(args, num_processes, source=args.prompts if isinstance(args.prompts, str) else None)
+    report.found |= make_checks("settings", start)
+    prompts, held_out = _check_prompts(start, report)
+    start = replace(start, train_set=prompts, eval_set=held_out)
+    estimator = check_model(start, report, estimate=prompts is not None)
+    check_rewards(start, None if estimator is None else estimator.trace.image_shape, report)
+    report.notes += [f"warning: {sentence}" for sentence in sentences(report.found)]
     if estimator is not None:  # after what may fail, as it takes seconds
         report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))
     _check_begun(folder, resume, report)
@@ -97,26 +96,20 @@ def _check_begun(folder: Path, resume: bool | str | None, report: DryRunReport) 
         report.checked.append(f"the run folder {folder}")
 
 
-def _check_prompts(args: FlowGRPOConfig, report: DryRunReport) -> tuple[PromptSet | None, PromptSet | None]:
+def _check_prompts(start: Start, report: DryRunReport) -> tuple[PromptSet | None, PromptSet | None]:
     """Return the training prompts and the held-out ones, None for those that are not downloaded or not set."""
+    args = start.args
     prompts = _load_prompts(args.training_prompts, report)
     held_out = None if args.evaluation.prompts is None else _load_prompts(args.evaluation.prompts, report)
     held_out = held_out and held_out.head(args.evaluation.max_prompts)
-    source = args.prompts if isinstance(args.prompts, str) else None
+    start = replace(start, train_set=prompts, eval_set=held_out)
+    report.found |= make_checks("prompts", start)
     if prompts is not None:
-        start_checks.check_prompts(args, prompts)
         report.checked.append(f"{len(prompts)} prompts")
-        held_out_prompts = held_out.prompts if held_out else []
         report.notes += dict.fromkeys([*prompts.notes, *(held_out.notes if held_out else ())])
-        warnings = syntax_warnings([*prompts.prompts, *held_out_prompts])
-        warnings += overlap_warnings(prompts.prompts, held_out_prompts, source)
-        report.notes += [f"warning: {sentence}" for sentence in warnings]
     if held_out is not None:
         report.checked.append(f"{len(held_out)} held-out prompts")
-    for _, stage in args.resolved_stages():
-        if stage.dataset is not None:
-            examples = load_examples(stage.dataset, stage.objective.needs.rows_per_pair)
-            report.checked.append(f"{len(examples.prompts)} given images")
+    report.checked += [f"{len(examples.prompts)} given images" for examples in start.given]
     return prompts, held_out
 
 
@@ -130,29 +123,33 @@ def _load_prompts(source: str | list[PromptSetConfig], report: DryRunReport) -> 
         return None
 
 
-def check_model(args: FlowGRPOConfig, num_processes: int, report: DryRunReport, estimate: bool) -> StepEstimator | None:
+def check_model(start: Start, report: DryRunReport, estimate: bool) -> StepEstimator | None:
     """Check the model's files and, if `estimate`, its code; return what estimates a step.
 
     None for a model whose code can't be traced, or whose configs are not downloaded.
     """
+    args = start.args
     try:
         source = hub.resolve_model(args.model)
         if Path(source).is_dir():
             check_weight_files(source, file=hub.single_file(args.model))
             report.checked.append("the model's files")
         if not estimate:
+            report.found |= make_checks("model", start)
             return None
-        estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", num_processes)
+        estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", start.num_processes)
         name = type(estimator.trace.policy.pipe).__name__
         check_generated(name, "height and width", (args.height, args.width), estimator.image_size)
         check_evaluation_size(estimator.trace.policy, args.evaluation)
-        check_frames(args, estimator.trace.policy)
+        report.found |= make_checks("model", replace(start, policy=estimator.trace.policy))
     except UntraceableModel as error:
+        report.found |= make_checks("model", start)
         report.notes.append(f"the cost of a step is unknown: {error}")
         return None
     except ValueError as error:
         if not is_missing_download(error):
             raise
+        report.found |= make_checks("model", start)
         report.missing.append(f"the model {args.model}")
         _check_size_by_packaged_configs(args)
         return None
@@ -201,20 +198,15 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     return lines
 
 
-def check_rewards(
-    args: FlowGRPOConfig,
-    prompts: PromptSet | None,
-    held_out: PromptSet | None,
-    image_shape: torch.Size | None,
-    report: DryRunReport,
-) -> None:
+def check_rewards(start: Start, image_shape: torch.Size | None, report: DryRunReport) -> None:
     """Call every reward of the run, except those that cost a person's time or money.
 
+    Where prompts are not downloaded, a reward may need what only they have: then its error is a note.
+
     Args:
-        prompts: of training; None if they are not downloaded. A reward may need what only they have: then its error is a note.
-        held_out: the prompts of rewards that only evaluations measure; None if they are not set or not downloaded.
         image_shape: of the model's images or videos; None if it is unknown.
     """
+    args, prompts = start.args, start.train_set
     monitored = {} if args.evaluation.prompts is None else args.evaluation.rewards
     names = reward_kit.metric_names(args.rewards)
     reward_kit.row_weights(  # raises if a set names a reward that is not there
@@ -227,8 +219,7 @@ def check_rewards(
     for name, setting in {**monitored, **args.rewards}.items():
         try:
             with phase(f"calling reward {name}"), offline_mode():
-                asked = prompts if name in args.rewards else held_out
-                reason = _call(name, setting, images, asked, args, is_known=image_shape is not None)
+                reason = _call(name, setting, images, start, report, is_known=image_shape is not None)
         except ValueError as error:
             _report_failure(name, setting, error, report)
             continue
@@ -249,13 +240,7 @@ def _report_failure(name: str, setting: RewardConfig, error: ValueError, report:
 
 
 def _call(
-    name: str,
-    setting: RewardConfig,
-    images: torch.Tensor,
-    prompts: PromptSet | None,
-    args: FlowGRPOConfig,
-    *,
-    is_known: bool,
+    name: str, setting: RewardConfig, images: torch.Tensor, start: Start, report: DryRunReport, *, is_known: bool
 ) -> str | None:
     """Call the reward. If it is not known what the model makes, a reward of videos gets still ones.
 
@@ -265,10 +250,11 @@ def _call(
         reward_kit.check_options(name, **setting.options)  # building it would open a page
         return f"was not called: {COSTLY[HUMAN]}"
     reward = load_reward(name, setting)
-    if args.evaluation.prompts is not None:
-        check_scope(name, reward, args)
-    if name in args.rewards and args.rewards[name].weight and by_gradient(args):
-        reward_kit.check_differentiable(name, reward)
+    trained = reward_kit.WeightedSum({name: reward}, {name: setting.weight}) if name in start.args.rewards else None
+    measured = {} if start.args.evaluation.prompts is None else {name: reward}
+    for check, found in make_checks("rewards", replace(start, trained=trained, measured=measured)).items():
+        report.found[check] = report.found.get(check, []) + found
+    prompts = start.train_set if name in start.args.rewards else start.eval_set
     if reason := reason_not_to_call(name, reward):
         return f"was not called: {reason}"
     if frames_of(reward) == ALL and not is_known:
@@ -283,11 +269,6 @@ def _call(
             raise
         return f"was not checked, as the prompts are not downloaded; on {ANY_PROMPT!r} in their place: {error}"
     return None
-
-
-def by_gradient(args: FlowGRPOConfig) -> bool:
-    """Whether a stage trains by the gradient of its rewards."""
-    return any(stage.objective.needs.reward_gradient for _, stage in args.resolved_stages())
 
 
 def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet) -> None:

@@ -1,4 +1,4 @@
-"""Are there enough prompts, do they reach the text encoders uncut, and do training and evaluation prompts overlap?"""
+"""Are there enough prompts, each of them once, and do they reach the text encoders uncut?"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompt_warnings import benchmark_overlap, held_out_overlap
-from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
+from flow_grpo.doctor.result import OK, WARNING, CheckResult
 from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.offline import load_examples
@@ -21,14 +20,9 @@ def check_prompts(
     stages: list[FlowGRPOConfig],
     policy: Policy,
     train_prompts: list[str],
-    eval_prompts: list[str],
-    source: str | None = None,
+    num_held_out: int,
 ) -> list[CheckResult]:
-    """Check the prompts of rollouts, and those that come with the images of an offline objective.
-
-    Args:
-        source: where the training prompts are from, as in the config.
-    """
+    """Check the prompts of rollouts, and those that come with the images of an offline objective."""
     online = [stage for stage in stages if stage.dataset is None]
     offline = [prompt for stage in stages if stage.dataset is not None for prompt in _offline_prompts(stage)]
     sampled = train_prompts if online else []
@@ -36,10 +30,7 @@ def check_prompts(
     if sampled:
         per_step, steps = max(stage.prompts_per_step for stage in online), sum(stage.steps for stage in online)
         results += [prompt_count(len(sampled), per_step, steps), duplicate_prompts(sampled)]
-    results.append(eval_prompt_count(len(eval_prompts)))
-    if eval_prompts:
-        results.append(train_eval_overlap(trained, eval_prompts))
-    results.append(benchmark_prompts(benchmark_overlap(trained, eval_prompts, source if sampled else None)))
+    results.append(eval_prompt_count(num_held_out))
     longest = max(trained, key=len)
     # with an embedding cache the encoders may be missing
     if stages[0].memory.embedding_cache_dir is None and len(longest.split()) > 1:
@@ -100,25 +91,6 @@ def eval_prompt_count(count: int) -> CheckResult:
         return CheckResult("held-out prompts", f"{count}", OK)
     message = f"set evaluation.prompts to a file of at least {MIN_HELD_OUT}: nothing else detects reward hacking."
     return CheckResult("held-out prompts", f"{count}", WARNING, message)
-
-
-def train_eval_overlap(prompts: list[str], held_out: list[str]) -> CheckResult:
-    """Evaluate how many held-out prompts are trained on."""
-    name, count = "held-out prompts trained on", held_out_overlap(prompts, held_out)
-    if not count:
-        return CheckResult(name, "0", OK)
-    status = ERROR if 2 * count >= len(held_out) else WARNING
-    message = "remove them from `prompts`: they measure memorisation."
-    return CheckResult(name, f"{count} of {len(held_out)}", status, message)
-
-
-def benchmark_prompts(overlap: dict[str, int]) -> CheckResult:
-    """Test sets that the run trains on; `overlap` has the number of their prompts for each."""
-    if not overlap:
-        return CheckResult("test sets trained on", "none", OK)
-    value = ", ".join(f"{count} of {name}" for name, count in overlap.items())
-    message = "remove them from `prompts`: results on these sets can't be compared with published ones."
-    return CheckResult("test sets trained on", value, WARNING, message)
 
 
 def prompt_truncation(longest: str, truncated: bool) -> CheckResult:

@@ -9,10 +9,9 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import groups, prompts, resources, rewards, update
-from flow_grpo.doctor.result import WARNING, CheckResult, CheckSection, failed
+from flow_grpo.doctor.result import OK, WARNING, CheckResult, CheckSection, failed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.setup import method_warnings
 
 
 def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:
@@ -22,6 +21,11 @@ def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:
         FlowGRPOError: the run could not start.
     """
     return RunChecks(FlowGRPOTrainer(args=args)).sections()
+
+
+def start_results(found: dict[str, list[str]]) -> list[CheckResult]:
+    """What the checks of the run's start found, all of which it has passed."""
+    return [CheckResult(name, "", WARNING if sentences else OK, " ".join(sentences)) for name, sentences in found.items()]
 
 
 class RunChecks:
@@ -41,8 +45,7 @@ class RunChecks:
         """The sections of checks, each computed when it is asked for."""
         trainer = self.trainer
         yield "machine", resources.check_machine(trainer.policy.device, trainer.policy.dtype)
-        if warnings := method_warnings(trainer.args, trainer.policy.pipe):
-            yield "method", [CheckResult(name, "", WARNING, sentence) for name, sentence in warnings.items()]
+        yield "start", start_results(trainer.start_checks)
         yield "prompts", self.check_prompts()
         rewards.replace_human_reward(trainer.rewards)
         for number, (start, stage) in enumerate(trainer.state.stages, 1):
@@ -86,8 +89,7 @@ class RunChecks:
             stages=[stage for _, stage in trainer.state.stages],
             policy=trainer.policy,
             train_prompts=trainer.train_set.prompts,
-            eval_prompts=[] if trainer.eval_set is None else trainer.eval_set.prompts,
-            source=trainer.train_source,
+            num_held_out=0 if trainer.eval_set is None else len(trainer.eval_set),
         )
 
     def check_rewards(self, sampled: groups.SampledGroups) -> rewards.RewardChecks:

@@ -1,8 +1,7 @@
 """The parts of a run: prompts, rewards, and the policy with what is trained."""
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import torch
 
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import ForwardProcess
 from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig, RewardConfig
-from flow_grpo.data.prompt_warnings import overlap_warnings, syntax_warnings
 from flow_grpo.data.prompts import Prompts, PromptSampler, PromptSet, load_run_prompts, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -26,9 +23,9 @@ from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path, with_frames
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.text import counted, suggest
-from flow_grpo.training import start_checks
 from flow_grpo.training.anchors import add_references
 from flow_grpo.training.inputs import digests_of_inputs
+from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 HUMAN = "human"  # the reward that asks a person
@@ -224,9 +221,7 @@ class RunParts:
     Attributes:
         eval_rewards: all rewards that are measured; those that are not trained on have weight 0.
         rewards: the trained ones.
-        train_source: the file or name that the training prompts come from; None for several sets, and for prompts in memory.
-        warnings: sentences on prompts that the run both trains on and is measured by, or that have another program's syntax, and on a
-            model or rollouts that the objective does not suit.
+        found: what the checks of the run's start found, by their names.
         inputs: digests of what the run depends on besides its settings.
     """
 
@@ -238,8 +233,7 @@ class RunParts:
     prompt_sampler: PromptSampler
     eval_rewards: WeightedSum
     rewards: WeightedSum
-    warnings: list[str]
-    train_source: str | None
+    found: dict[str, list[str]]
     inputs: dict[str, str]
 
 
@@ -278,8 +272,9 @@ def _build_run(
     args = run_args.with_launcher_settings()
     held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
     eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
-    start_checks.check_settings(args, processes.world_size)
-    start_checks.check_prompts(args, train_set)
+    source = str(prompts) if isinstance(prompts, str | Path) else None
+    start = Start(args, processes.world_size, train_set, eval_set, source=source)
+    found = {**make_checks("settings", start), **make_checks("prompts", start)}
     eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
     for prompt_set in (train_set, eval_set or train_set):
         eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())  # raises if a set names a reward that is not there
@@ -287,18 +282,14 @@ def _build_run(
     args = args.model_copy(
         update={"rewards": recorded_rewards(args, reward_funcs), **recorded_prompts(args, prompts, held_out)}
     )
-    for name, reward in eval_rewards.rewards.items() if eval_set is not None else ():
-        start_checks.check_scope(name, reward, args)
-    eval_prompts = [] if eval_set is None else eval_set.prompts
-    all_prompts = [*train_set.prompts, *eval_prompts]
+    start = replace(start, args=args, trained=rewards, measured={} if eval_set is None else eval_rewards.rewards)
+    found |= make_checks("rewards", start)
+    all_prompts = [*train_set.prompts, *start.held_out_prompts]
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
     args = settings_of(policy, args) if policy is model else args
-    policy.check_images(all_prompts)
-    start_checks.check_frames(args, policy)
+    found |= make_checks("model", replace(start, args=args, policy=policy))
     check_size(policy, "height and width", policy.call.get("height"), policy.call.get("width"))
     prepare_policy(policy, args, processes)
-    given_images = all(stage.dataset is not None for _, stage in args.resolved_stages())  # with prompts of their own
-    source = str(prompts) if isinstance(prompts, str | Path) else None
     inputs = digests_of_inputs(
         args,
         train_set,
@@ -307,9 +298,6 @@ def _build_run(
         dtype=policy.dtype,
         reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
     )
-    warnings = [*method_warnings(args, policy.pipe).values(), *start_checks.small_microbatches(args, processes.world_size)]
-    if not given_images:
-        warnings += [*syntax_warnings(all_prompts), *overlap_warnings(train_set.prompts, eval_prompts, source)]
     return RunParts(
         args=args,
         processes=processes,
@@ -319,46 +307,9 @@ def _build_run(
         prompt_sampler=sampler_of(train_set, args.seed),
         eval_rewards=eval_rewards,
         rewards=rewards,
-        warnings=warnings,
-        train_source=source,
+        found=found,
         inputs=inputs,
     )
-
-
-FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
-FEW_STEP_SCHEDULERS = re.compile("LCM|SCM|TCD|FlowMap|PiFlow")
-
-
-def method_warnings(args: FlowGRPOConfig, pipe: Any | None) -> dict[str, str]:
-    """Sentences on objectives that don't suit the model or the rollouts, each with two words on it.
-
-    Args:
-        pipe: the model's pipeline; None if it is not loaded, and only its name is known.
-    """
-    warnings = {}
-    for _, stage in args.resolved_stages():
-        name = stage.objective.name
-        if isinstance(stage.objective, ForwardProcess) and is_few_step(args.model, pipe):
-            warnings["few-step model"] = (
-                f"{args.model} is made for few steps, and {name}, which trains on noised images, blurs such a model: train its steps by "
-                "grpo, or by the gradient of a reward by flowbp or mend, with the steps that it is made for (sampling.steps)."
-            )
-        if stage.objective.stepwise and stage.sampling.guidance not in (None, stage.guidance):
-            warnings["off-policy steps"] = (
-                f"sampling.guidance={stage.sampling.guidance:g} samples steps of which {name} trains the probability at "
-                f"guidance={stage.guidance:g}: the run is off-policy. Objectives on final latents, such as awm, are not."
-            )
-    return warnings
-
-
-def is_few_step(model: str, pipe: Any | None) -> bool:
-    """Whether a model was distilled to few steps, as its name, its pipeline's `is_distilled` or the kind of its scheduler says."""
-    if FEW_STEPS.search(model.rstrip("/").rpartition("/")[2]):
-        return True
-    if pipe is None:
-        return False
-    by_scheduler = FEW_STEP_SCHEDULERS.search(type(pipe.scheduler).__name__)
-    return bool(by_scheduler or pipe.config.get("is_distilled"))
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

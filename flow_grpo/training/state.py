@@ -20,12 +20,12 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
-from flow_grpo.training.start_checks import local_microbatch
 from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.interrupt import Interrupted
-from flow_grpo.training.offline import GivenImages, image_size, load_examples
+from flow_grpo.training.offline import GivenImages
 from flow_grpo.training.reward_gradients import BothWays, GradientWeights, Mending
 from flow_grpo.training.rollouts import ImageSampler
+from flow_grpo.training.start_checks import local_microbatch
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import Experience
 
@@ -213,8 +213,6 @@ class RunState:
         self.step = 0
         self.stages = args.resolved_stages()
         self.prompt_sampler = prompt_sampler
-        for _, settings in self.stages:
-            check_stage(settings, policy, rewards, processes)
         start, first = self.stages[0]
         self.stage = self._start_stage(start, first)
 
@@ -362,13 +360,3 @@ class RunState:
             self.policy.load_adapter_state(state[name], name)
         for name, values in state.get("copies", {}).items():
             self.policy.load_adapter_state(values, name)
-
-
-def check_stage(args: FlowGRPOConfig, policy: Policy, rewards: WeightedSum, processes: Processes) -> None:
-    """Raise FlowGRPOError if processes can't share a step of the stage, its given images can't be read, or its rewards have no gradient."""
-    local_microbatch(args, processes.world_size, args.microbatch, rewards)
-    if args.objective.needs.reward_gradient:
-        rewards.check_differentiable()
-    if args.dataset is not None:
-        load_examples(args.dataset, args.objective.needs.rows_per_pair)
-        image_size(policy, args.sampling.steps)

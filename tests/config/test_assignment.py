@@ -92,13 +92,13 @@ def test_an_empty_path_or_one_with_a_variable_is_refused(override):
 
 
 def test_a_misspelt_option_of_an_objective_is_refused_before_training(tmp_path):
-    from flow_grpo.training.start_checks import check_settings
+    from flow_grpo.training.start_checks import Start, custom_functions
 
     (tmp_path / "mine.py").write_text("def loss(step, advantage, strength=1.0):\n    return step.log_prob * advantage\n")
     objective = {"name": f"{tmp_path / 'mine.py'}:loss", "options": {"strenght": 2.0}}
     with pytest.raises(ValueError, match=r"strenght.* Did you mean strength\? Its options are strength\."):
-        check_settings(FlowGRPOConfig(objective=objective), 1)
-    check_settings(FlowGRPOConfig(objective={**objective, "options": {"strength": 2.0}}), 1)
+        custom_functions(Start(FlowGRPOConfig(objective=objective)))
+    custom_functions(Start(FlowGRPOConfig(objective={**objective, "options": {"strength": 2.0}})))
 
 
 def test_a_misspelt_weight_of_a_function_is_refused(tmp_path):

@@ -9,11 +9,12 @@ import pytest
 from support.embedded import short_run
 
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompt_warnings import benchmark_overlap, held_out_overlap, normal_form, overlap_warnings
+from flow_grpo.data.prompt_warnings import benchmark_overlap, held_out_overlap, normal_form
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import geneval_prompts
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.start_checks import sentences
 
 FILES = sorted(file.name for file in bundled_file("prompts").iterdir() if file.suffix in (".txt", ".jsonl"))
 
@@ -104,7 +105,8 @@ def test_test_sets_are_known_by_their_prompts_or_their_name():
     assert benchmark_overlap(bench[:7], bench) == {}, "held-out prompts are counted as such"
     assert benchmark_overlap(["a"] * 3, [], "DrawBench") == benchmark_overlap(["a"] * 3, [], "sayakpaul/drawbench")
     assert benchmark_overlap(["a"] * 3, [], "DrawBench") == {"drawbench": 3}
-    assert overlap_warnings(prompts_of("signs_train.txt"), prompts_of("signs_eval.txt"), "prompts/signs_train.txt") == []
+    assert benchmark_overlap(prompts_of("signs_train.txt"), [], "prompts/signs_train.txt") == {}
+    assert held_out_overlap(prompts_of("signs_train.txt"), prompts_of("signs_eval.txt")) == 0
 
 
 def test_a_run_warns_of_prompts_that_it_is_measured_by(tmp_path, capsys):
@@ -115,7 +117,7 @@ def test_a_run_warns_of_prompts_that_it_is_measured_by(tmp_path, capsys):
     trainer.train()
     said = capsys.readouterr().out
     warnings = [row["warning"] for row in read_metrics(tmp_path / "run") if "warning" in row and row["step"] == 0]
-    assert warnings == overlap_warnings(train, held_out)
+    assert warnings == sentences(trainer.start_checks)
     assert len(warnings) == 2
     assert warnings[0].startswith("the training prompts include 1 of the 2 held-out prompts")
     assert warnings[1].startswith("the training prompts include 1 of the test set geneval")

@@ -21,7 +21,7 @@ from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.rewards import downloads
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.start_checks import check_output
+from flow_grpo.training.start_checks import Start, check_output
 
 SAMPLES = SAMPLE_REWARDS
 
@@ -243,7 +243,7 @@ def test_the_size_of_a_published_model_is_checked_without_its_files(monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     args = FlowGRPOConfig.from_yaml("flux_dev_ocr", ["height=504"])
     with pytest.raises(FlowGRPOError, match="FluxPipeline generates 496 x 512 pixels, not 504 x 512"):
-        check_model(args, 1, DryRunReport(), estimate=True)
+        check_model(Start(args), DryRunReport(), estimate=True)
 
 
 class Counting(Stub):

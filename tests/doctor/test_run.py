@@ -41,7 +41,7 @@ def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path, monkeypatch
         "evaluation={prompts: prompts/signs_eval.txt, max_prompts: 8, steps: 4}", f"output_dir={tmp_path / 'run'}",
     ]  # fmt: skip
     sections = list(run_checks(FlowGRPOConfig.from_yaml("tiny_grpo", settings)))
-    assert [title for title, _ in sections] == ["machine", "prompts", "rewards", "groups", "update", "cost"]
+    assert [title for title, _ in sections] == ["machine", "start", "prompts", "rewards", "groups", "update", "cost"]
     by_name = {result.name: result for _, results in sections for result in results}
     assert not [result for result in by_name.values() if result.status == ERROR]
     assert conclusion(by_name.values()).startswith("No check failed")

@@ -9,9 +9,10 @@ from support.embedded import short_run
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.dry_run import dry_run
+from flow_grpo.doctor.result import OK
 from flow_grpo.doctor.run import RunChecks
 from flow_grpo.plan import hardware
-from flow_grpo.training.setup import method_warnings
+from flow_grpo.training.start_checks import CHECKS, Start, few_step_model
 
 FEW = [
     "stabilityai/stable-diffusion-3.5-large-turbo",
@@ -32,7 +33,8 @@ EULER = SimpleNamespace(scheduler=FlowMatchEulerDiscreteScheduler(), config={})
 
 
 def warned(model: str, objective: str, pipe=EULER) -> list[str]:
-    return list(method_warnings(FlowGRPOConfig(model=model, prompts="p.txt", objective=objective), pipe).values())
+    args = FlowGRPOConfig(model=model, prompts="p.txt", objective=objective)
+    return few_step_model(Start(args, policy=None if pipe is None else SimpleNamespace(pipe=pipe)))
 
 
 @pytest.mark.parametrize("model", FEW)
@@ -60,8 +62,12 @@ def test_the_doctor_shows_what_a_run_warns_of(tmp_path):
     args = small.settings(output_dir=str(tmp_path), objective={"name": "grpo"}, sampling={"steps": 2, "guidance": 3.0})
     trainer = small.trainer(args, train_dataset=small.PROMPTS)
     sections = dict(zip(range(2), RunChecks(trainer).sections(), strict=False))
-    title, [result] = sections[1]
-    assert (title, result.name, result.message) == ("method", "off-policy steps", trainer.warnings[0])
+    title, results = sections[1]
+    assert title == "start"
+    assert [result.name for result in results] == [name for checks in CHECKS.values() for name in checks]
+    (told,) = (result for result in results if result.status != OK)
+    assert [told.message] == trainer.start_checks["off-policy steps"]
+    assert told.name == "off-policy steps"
 
 
 def test_a_dry_run_shows_it_too(tmp_path, monkeypatch):

@@ -10,8 +10,8 @@ from flow_grpo.config.sections import RewardConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards import WeightedSum, score
 from flow_grpo.rewards.scopes import scope_of
-from flow_grpo.training.start_checks import check_scope
 from flow_grpo.training.setup import load_reward
+from flow_grpo.training.start_checks import Start, groups_of_evaluations
 
 TWINS = small.PromptSet(["a cat", "a dog", "a cat", "a owl"], [{} for _ in range(4)])
 
@@ -101,6 +101,6 @@ def test_a_scope_in_the_config_is_refused_by_the_rewards_name():
 def test_an_evaluation_without_groups_is_refused_for_a_reward_that_sees_them():
     args = small.settings()
     with pytest.raises(ValueError, match=r"reward spread sees .* set evaluation\.images_per_prompt to 2 or more"):
-        check_scope("spread", spread, args)
-    check_scope("brighter", brighter, args)
-    check_scope("spread", spread, small.settings(evaluation={"images_per_prompt": 2}))
+        groups_of_evaluations(Start(args, measured={"spread": spread}))
+    groups_of_evaluations(Start(args, measured={"brighter": brighter}))
+    groups_of_evaluations(Start(small.settings(evaluation={"images_per_prompt": 2}), measured={"spread": spread}))

@@ -6,6 +6,7 @@ from support import small_policy as small
 
 from flow_grpo import sampling, sde
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.training.start_checks import sentences
 
 REWARDS = {"jpeg_size": 1.0}
 FAMILIES = {
@@ -62,9 +63,10 @@ def test_the_ratio_of_the_first_update_is_exactly_1(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_says_that_its_steps_are_off_policy(family, tmp_path):
     trainer = small.trainer(settings(family, output_dir=str(tmp_path)), train_dataset=small.PROMPTS)
-    said = [sentence for sentence in trainer.warnings if "off-policy" in sentence]
+    said = [sentence for sentence in sentences(trainer.start_checks) if "off-policy" in sentence]
     assert len(said) == (family != "final latents")
-    assert not small.trainer(settings(family, None, output_dir=str(tmp_path)), train_dataset=small.PROMPTS).warnings
+    unguided = small.trainer(settings(family, None, output_dir=str(tmp_path)), train_dataset=small.PROMPTS)
+    assert not sentences(unguided.start_checks)
 
 
 def test_the_update_is_that_of_the_unguided_velocity_on_the_guided_images():

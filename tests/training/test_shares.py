@@ -7,7 +7,7 @@ from support.thread_processes import run_as_processes
 
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.training.start_checks import local_microbatch, small_microbatches
+from flow_grpo.training.start_checks import Start, local_microbatch, small_microbatches
 from flow_grpo.training.update import PolicyUpdate
 
 STEP = {"prompts_per_step": 4, "images_per_prompt": 4, "updates": 2, "microbatch": 4, "optimizer": {"eps": 1e-3}}
@@ -83,7 +83,7 @@ def test_what_needs_whole_groups_or_does_not_divide_is_refused(settings, reward,
 
 def test_a_micro_batch_below_half_of_the_setting_is_said():
     args = small.settings(**STEP | {"microbatch": 16})
-    assert small_microbatches(args, 2) == []
-    (sentence,) = small_microbatches(args, 4)
+    assert small_microbatches(Start(args, 2)) == []
+    (sentence,) = small_microbatches(Start(args, 4))
     assert sentence.startswith("micro-batches have 4 images, not microbatch=16: they divide the 4 images")
-    assert small_microbatches(small.settings(**STEP | {"microbatch": 64}), 1) == [], "all images of a step at once"
+    assert small_microbatches(Start(small.settings(**STEP | {"microbatch": 64}))) == [], "all images of a step at once"

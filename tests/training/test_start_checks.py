@@ -1,0 +1,53 @@
+"""One list of checks: a run, a dry run and the doctor make each of them."""
+
+import pytest
+from support import small_policy as small
+from support.embedded import short_run
+
+from flow_grpo.doctor.dry_run import dry_run
+from flow_grpo.doctor.run import RunChecks
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.plan import hardware
+from flow_grpo.training.start_checks import CHECKS
+
+PARTS = list(CHECKS)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """The ways to start a run: what it is warned of by each."""
+    monkeypatch.setattr(hardware, "SECONDS", 0.0)
+
+    def run():
+        return small.trainer(small.settings(output_dir=str(tmp_path / "run")), train_dataset=small.PROMPTS)
+
+    def doctor():
+        title, results = list(zip(range(2), RunChecks(run()).sections(), strict=False))[1][1]
+        assert title == "start"
+        return [result.message for result in results]
+
+    return {
+        "run": lambda: [sentence for found in run().start_checks.values() for sentence in found],
+        "dry run": lambda: dry_run(short_run(tmp_path / "dry", "evaluation.prompts=null")),
+        "doctor": doctor,
+    }
+
+
+@pytest.mark.parametrize("way", ["run", "dry run", "doctor"])
+def test_a_check_of_the_list_is_made_by_each_way_to_start(way, start, monkeypatch):
+    for part in PARTS:
+        monkeypatch.setitem(CHECKS[part], f"mine of {part}", lambda known, part=part: [f"mind the {part}"])
+    told = "\n".join(start[way]())
+    found = [part for part in PARTS if f"mind the {part}" in told]
+    assert found == PARTS
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_a_check_refuses_no_way_starts(part, start, monkeypatch):
+    def refuse(known):
+        raise FlowGRPOError("not so")
+
+    monkeypatch.setitem(CHECKS[part], "mine", refuse)
+    for way in start.values():
+        with pytest.raises(FlowGRPOError, match="not so"):
+            way()
