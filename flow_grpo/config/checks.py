@@ -15,7 +15,6 @@ def check_run(args: RunSettings) -> None:
     check_sizes(args)
     check_teachers(args)
     check_kept_graphs(args)
-    check_sharding(args)
     check_offloading(args)
     check_layerwise_casting(args)
     check_full_finetuning(args)
@@ -89,12 +88,6 @@ def check_kept_graphs(args: RunSettings) -> None:
         )
 
 
-def check_sharding(args: RunSettings) -> None:
-    """Raise FlowGRPOError if shards have a place, but there are none."""
-    if args.memory.shard_within is not None and args.memory.shard is None:
-        raise FlowGRPOError(f"memory.shard_within={args.memory.shard_within} is for shards: set memory.shard=fsdp2 too.")
-
-
 def check_full_finetuning(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings conflict with `lora: null`, which trains all weights."""
     if args.lora is not None:
@@ -108,7 +101,7 @@ def check_full_finetuning(args: RunSettings) -> None:
             f"memory.quantize={args.memory.quantize} is for base weights that are not trained, and lora=null trains all of them: "
             "leave one of the two out."
         )
-    if args.memory.shard == "fsdp2" and args.optimizer.name == "adamw_8bit":
+    if args.memory.shard is not None and args.optimizer.name == "adamw_8bit":
         raise FlowGRPOError(
             "optimizer.name=adamw_8bit does not support sharded weights: with lora=null set memory.shard=false, or adamw."
         )
@@ -144,7 +137,7 @@ def check_layerwise_casting(args: RunSettings) -> None:
         return
     refused = {
         "memory.compile, which can't trace the casts": memory.compile,
-        "memory.shard=fsdp2, which casts the weights itself": memory.shard == "fsdp2",
+        f"memory.shard={memory.shard}, which casts the weights itself": memory.shard is not None,
     }
     if conflict := next((name for name, is_set in refused.items() if is_set), None):
         raise FlowGRPOError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")

@@ -62,8 +62,8 @@ def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
 def _of_reward(name: str, setting: RewardConfig) -> Iterator[str]:
     if ":" in name or name in REACHING_OUT:
         yield f"the reward {name}"
-    if setting.python is not None:
-        yield f"the program {setting.python} for the reward {name}"
+    if isinstance(setting.isolate, str):
+        yield f"the program {setting.isolate} for the reward {name}"
     if setting.remote is not None:
         yield f"the server {setting.remote} for the reward {name}"
     for option, text in _texts(setting.options):

@@ -74,6 +74,7 @@ RETIRED = [
         for name, default in (("lr", 1e-3), ("width", 128), ("gae_lambda", 0.95))
     ),
     Retired("objective.clip_quantile", 0.9, NO_GAIN),
+    Retired("optimizer.betas", [0.9, 0.999], NO_GAIN),
     Retired("objective.anchors.*.kl", None, "set objective.kl, which is of all anchors"),
     Retired("sample_every", 0, "set evaluation.every and evaluation.prompts; each evaluation keeps images in RUN/pictures"),
     *(

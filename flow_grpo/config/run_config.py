@@ -160,7 +160,7 @@ class FlowGRPOConfig(RunSettings):
         """
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             raise FlowGRPOError(f"accelerate was launched with DeepSpeed, which is no longer supported: {FSDP}.")
-        if os.environ.get("ACCELERATE_USE_FSDP") != "true" or self.memory.shard == "fsdp2":
+        if os.environ.get("ACCELERATE_USE_FSDP") != "true" or self.memory.shard is not None:
             return self
         return self._validated(merged(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
 

@@ -130,8 +130,6 @@ class OptimizerConfig(ConfigSection):
     final_lr_ratio: Share = 1.0
     """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. Resuming with more `steps`
     stretches the decay."""
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    """AdamW's decay rates of the gradient's first and second moment."""
     eps: Annotated[float, Field(ge=0)] = 1e-15
     """Added to the root of the second moment. Gradients of mean log-probabilities can be 5e-9, below the usual 1e-8."""
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
@@ -157,18 +155,25 @@ class RewardConfig(ConfigSection):
     remote: str | list[str] | None = None
     """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,
     rewards/serving/client.py. The servers' token comes from the environment variable REWARD_TOKEN."""
-    isolate: bool = False
-    """Whether it runs in a separate process, which may take an hour to load it and for each call. If that process exits or crashes, the
-    run stops with an error and a checkpoint."""
-    python: str | None = None
-    """isolate: the interpreter of the environment it runs in; by default this one."""
+    isolate: bool | str = False
+    """Whether it runs in a separate process, which may take an hour to load it and for each call; or the Python interpreter of another
+    environment, with which that process runs. If it exits or crashes, the run stops with an error and a checkpoint."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_interpreter(cls, values: Any) -> Any:
+        """0.4 has `python`, an interpreter, beside `isolate: true`."""
+        if not isinstance(values, dict) or "python" not in values:
+            return values
+        python, others = values["python"], {key: value for key, value in values.items() if key != "python"}
+        if python is not None and not others.get("isolate"):
+            raise FlowGRPOError(f"python={python} is for a reward in a process of its own: set isolate={python}.")
+        return others if python is None else {**others, "isolate": python}
 
     @model_validator(mode="after")
     def _consistent(self) -> "RewardConfig":
         if self.remote is not None and self.isolate:
             raise FlowGRPOError("a reward is either remote or isolated here: set one of `remote` and `isolate`.")
-        if self.python is not None and not self.isolate:
-            raise FlowGRPOError(f"python={self.python} is for a reward in a process of its own: set isolate=true as well.")
         return self
 
     @model_validator(mode="after")
@@ -269,10 +274,9 @@ class MemoryConfig(ConfigSection):
     """Whether activations of a block are computed again in the backward pass (gradient checkpointing), for a third more time."""
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
-    shard: Literal["fsdp2"] | None = None
-    """What is sharded over processes: `fsdp2` or true, the weights under a LoRA, or all of full fine-tuning."""
-    shard_within: Literal["node"] | None = None
-    """`node`: each machine has all weights, in shards on its processes, and gradients alone go between machines (hybrid sharding)."""
+    shard: Literal["fsdp2", "hsdp"] | None = None
+    """Shards of the weights under a LoRA, or of all of full fine-tuning: `fsdp2` or true, over all processes; `hsdp`, over those of each
+    machine, which has all weights, so that gradients alone go between machines (hybrid sharding)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
     attention_backend: str | None = None
@@ -283,6 +287,15 @@ class MemoryConfig(ConfigSection):
     """Decodes one image at a time."""
     vae_tiling: bool = False
     """Decodes large images in tiles; seams can be visible."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _within(cls, values: Any) -> Any:
+        """0.4 has `shard_within: node` beside `shard`."""
+        if not isinstance(values, dict) or "shard_within" not in values:
+            return values
+        others = {key: value for key, value in values.items() if key != "shard_within"}
+        return {**others, "shard": "hsdp"} if values["shard_within"] == "node" else others
 
     @field_validator("shard", mode="before")
     @classmethod

@@ -262,7 +262,7 @@ class Processes:
         size = hosts.count(hosts[0])
         if hosts != [host for host in dict.fromkeys(hosts) for _ in range(size)]:
             raise FlowGRPOError(
-                f"memory.shard_within=node needs the same number of processes on each machine, with adjacent ranks, not {', '.join(hosts)}."
+                f"memory.shard=hsdp needs the same number of processes on each machine, with adjacent ranks, not {', '.join(hosts)}."
             )
         return init_device_mesh(device, (len(hosts) // size, size), mesh_dim_names=("machine", "process"))
 

@@ -91,9 +91,9 @@ class StepEstimator:
         self.args, self.cuda, self.count = args, cuda, count
         self.dtype = dtype_of(args, cuda)
         shard, is_full = args.memory.shard if count > 1 else None, args.lora is None
-        is_sharded = shard == "fsdp2" and is_full
+        is_sharded = shard is not None and is_full
         self.num_shards = {
-            "base": count if shard == "fsdp2" else 1,
+            "base": count if shard is not None else 1,
             "trained": count if is_sharded else 1,
             "gradients": count if is_sharded else 1,
             "moments": count if is_sharded else 1,

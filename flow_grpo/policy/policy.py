@@ -225,7 +225,7 @@ class Policy(FlowPipeline):
         """
         if self.lora.experts:
             raise FlowGRPOError(
-                f"memory.shard=fsdp2 is for one transformer, and {type(self.pipe).__name__} has several: leave it out."
+                f"memory.shard is for one transformer, and {type(self.pipe).__name__} has several: leave it out."
             )
         mesh = processes.mesh_by_machine(self.device.type) if within_machines else None
         conditioning, (schedule, shape) = self.encode(self.probe_prompts[:1] * 2), self.schedule(2)

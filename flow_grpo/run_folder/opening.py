@@ -272,7 +272,6 @@ RESUMABLE = {
         "memory.gradient_checkpointing",
         "memory.offload",
         "memory.shard",
-        "memory.shard_within",
         "memory.compile",
         "memory.attention_backend",
         "memory.offload_trajectories",
@@ -281,7 +280,6 @@ RESUMABLE = {
     "where a reward runs, and what is done when it fails": (
         "rewards.*.remote",
         "rewards.*.isolate",
-        "rewards.*.python",
         "rewards.*.on_error",
         "rewards.*.options.attempts",
         "rewards.*.options.batch_size",

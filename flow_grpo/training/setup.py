@@ -38,7 +38,8 @@ def load_reward(name: str, setting: RewardConfig) -> Reward:
     if setting.isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
-        return with_frames(name, Isolated(name, setting.options, setting.python), setting.frames)
+        python = None if setting.isolate is True else setting.isolate
+        return with_frames(name, Isolated(name, setting.options, python), setting.frames)
     return reward_kit.load(name, **{"remote": setting.remote, "frames": setting.frames, **setting.options})
 
 
@@ -206,8 +207,8 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
     for section, guidance in scales:
         if guidance not in (None, policy.guidance):
             check_guidance(policy, guidance, f"leave {section}.guidance out.")
-    if args.memory.shard == "fsdp2" and processes.world_size > 1:
-        policy.shard(processes, within_machines=args.memory.shard_within == "node")
+    if args.memory.shard is not None and processes.world_size > 1:
+        policy.shard(processes, within_machines=args.memory.shard == "hsdp")
     if args.ema_decay:
         policy.ema.start()
     needs_base = any(stage.objective.references for stage in stages)

@@ -112,7 +112,7 @@ def _same_shape(value: Any, parameter: Tensor) -> bool:
 
 def adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer that the config names. FlowGRPOError if its package is not installed."""
-    settings: Any = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
+    settings: Any = {"lr": config.lr, "eps": config.eps, "weight_decay": config.weight_decay}
     if config.name == "adamw":
         return torch.optim.AdamW(parameters, **settings)
     try:

@@ -93,7 +93,7 @@ class Isolated(Remote):
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise FlowGRPOError(
-                f"reward {self.name}: {self.python} can't be run: {reason}; set `python` to an interpreter."
+                f"reward {self.name}: {self.python} can't be run: {reason}; name an interpreter that can."
             ) from error
         self.process: subprocess.Popen | None = process
         self._kill = weakref.finalize(self, _end, process)

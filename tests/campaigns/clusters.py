@@ -416,8 +416,8 @@ KINDS = {
     "LoRA, fsdp2": [LARGE, "memory.shard=fsdp2"],
     "all weights": ["lora=null"],
     "all weights, fsdp2": ["lora=null", "memory.shard=fsdp2"],
-    "LoRA, fsdp2 within nodes": [LARGE, "memory.shard=fsdp2", "memory.shard_within=node"],
-    "all weights, fsdp2 within nodes": ["lora=null", "memory.shard=fsdp2", "memory.shard_within=node"],
+    "LoRA, fsdp2 within nodes": [LARGE, "memory.shard=hsdp"],
+    "all weights, fsdp2 within nodes": ["lora=null", "memory.shard=hsdp"],
 }
 
 

@@ -102,7 +102,7 @@ NAMED = [
     ({"rewards": {"evil:reward": 1.0}}, "the reward evil:reward"),
     ({"evaluation": {"rewards": {"evil.py:reward": 0.0}}}, "the reward evil.py:reward"),
     ({"rewards": {"evil.py:reward": {"isolate": True}}}, "the reward evil.py:reward"),
-    ({"rewards": {"color": {"isolate": True, "python": "./evil.sh"}}}, "the program ./evil.sh for the reward color"),
+    ({"rewards": {"color": {"isolate": "./evil.sh"}}}, "the program ./evil.sh for the reward color"),
     ({"rewards": {"color": {"remote": "URL"}}}, "the server URL for the reward color"),
     ({"rewards": {"remote": {"options": {"urls": "URL", "reward": "color"}}}}, "the reward remote"),
     ({"rewards": {"judge": {"options": {"url": "URL", "model": "m"}}}}, "the reward judge"),
@@ -169,7 +169,7 @@ def measured(output: str, folder: Path) -> set[str]:
 
 def test_sample_export_report_and_compare_run_nothing_of_a_found_config(run_with):
     folder = run_with(
-        rewards={"evil.py:reward": 1.0, "color": {"isolate": True, "python": "./evil.sh"}},
+        rewards={"evil.py:reward": 1.0, "color": {"isolate": "./evil.sh"}},
         objective={"name": "evil.py:objective", "advantage": "evil.py:advantage"},
         trackers={"wandb": {}},
         output_dir=str(run_with.marker),

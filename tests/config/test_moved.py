@@ -102,3 +102,20 @@ def test_an_own_function_in_place_of_a_forward_process_objective_is_of_its_famil
     assert not FlowGRPOConfig.from_yaml("tiny_ocr", pairs).objective.stepwise
     assert FlowGRPOConfig.from_yaml("tiny_grpo", pairs).objective.stepwise
     assert FlowGRPOConfig.from_yaml("tiny_ocr", [*pairs, "objective.family=stepwise"]).objective.stepwise
+
+
+def test_the_shards_of_a_machine_are_a_kind_of_shards():
+    old = FlowGRPOConfig(memory={"shard": "fsdp2", "shard_within": "node"})
+    assert old == FlowGRPOConfig(memory={"shard": "hsdp"})
+    assert FlowGRPOConfig(memory={"shard": True, "shard_within": None}) == FlowGRPOConfig(memory={"shard": "fsdp2"})
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["memory.shard=true", "memory.shard_within=node"]).memory.shard == "hsdp"
+
+
+def test_the_interpreter_of_a_reward_is_how_it_is_isolated():
+    old = FlowGRPOConfig(rewards={"ocr": {"isolate": True, "python": "/env/bin/python"}})
+    assert old == FlowGRPOConfig(rewards={"ocr": {"isolate": "/env/bin/python"}})
+    assert FlowGRPOConfig(rewards={"ocr": {"isolate": True, "python": None}}).rewards["ocr"].isolate is True
+    words = ["rewards={ocr: {isolate: true, python: /env/bin/python}}"]
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", words).rewards["ocr"].isolate == "/env/bin/python"
+    with pytest.raises(ValueError, match="python=/env/bin/python is for a reward in a process of its own: set isolate="):
+        FlowGRPOConfig(rewards={"ocr": {"python": "/env/bin/python"}})

@@ -193,15 +193,13 @@ def test_two_processes_that_share_the_weights_do_what_one_does(tmp_path):
 @pytest.mark.parametrize("whole", [WHOLE, ()])
 def test_shards_within_two_machines_do_what_one_process_does(tmp_path, whole):
     run_alone(config(tmp_path / "1", *whole))
-    shards = ("memory.shard=true", "memory.shard_within=node")
-    call_in_ranks(partial(train_on_machines, config(tmp_path / "4", *whole, *shards), 2), 4)
+    call_in_ranks(partial(train_on_machines, config(tmp_path / "4", *whole, "memory.shard=hsdp"), 2), 4)
     same(tmp_path / "1", tmp_path / "4")
 
 
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("memory.shard_within=node", "is for shards: set memory.shard=fsdp2 too"),
         ("objective={name: nft}", "keeps its old policy as a second LoRA"),
         ("memory.quantize=nf4", "lora=null trains all of them"),
     ],

@@ -888,10 +888,10 @@ def test_another_environment_is_really_another(tmp_path):
 
 
 NOT_PYTHON = {
-    "missing": (None, "No such file or directory; set `python` to an interpreter"),
-    "a folder": ("", "Permission denied; set `python` to an interpreter"),
+    "missing": (None, "No such file or directory; name an interpreter that can"),
+    "a folder": ("", "Permission denied; name an interpreter that can"),
     "a text": ("hello", "Permission denied|Exec format error"),
-    "an executable text": ("hello", "Exec format error; set `python` to an interpreter"),
+    "an executable text": ("hello", "Exec format error; name an interpreter that can"),
     "one that ends": ("#!/bin/sh\nexit 3\n", "its process ended with code 3 before it could serve; `python` must be"),
     "one that is killed": ("#!/bin/sh\nkill -9 $$\n", "its process was killed by signal 9"),
     "one that says a word": (

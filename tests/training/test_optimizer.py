@@ -17,7 +17,7 @@ from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.update import Optimizer, adamw
 
-SETTINGS = OptimizerConfig(lr=9.0, betas=(0.6, 0.8), eps=0.02, weight_decay=0.3, max_grad_norm=1.5)
+SETTINGS = OptimizerConfig(lr=9.0, eps=0.02, weight_decay=0.3, max_grad_norm=1.5)
 
 
 def made(o: OptimizerConfig = SETTINGS, dtype: torch.dtype = torch.float32, processes: Processes | None = None) -> Optimizer:
@@ -44,7 +44,7 @@ def towards(optimizer: Optimizer, grads: list[torch.Tensor]) -> torch.Tensor:
 
 def test_steps_are_adamw_by_hand_with_the_gradient_clipped_and_the_rate_of_each_step():
     optimizer = made()
-    expected = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5)
+    expected = by_hand.AdamW(optimizer.parameters, (0.9, 0.999), 0.02, 0.3, 1.5)
     for step, (norm, lr) in enumerate([(1.0, 0.1), (6.0, 0.02), (0.2, 0.3), (1.4, 0.05), (1.6, 0.1)]):
         parts = gradients(optimizer, norm, step), gradients(optimizer, norm / 3, step + 100)
         for part in parts:
@@ -82,7 +82,7 @@ def test_what_no_loss_depends_on_keeps_its_value_and_has_no_moments():
 
 def test_the_gradients_of_all_processes_are_added_up_before_they_are_clipped():
     optimizer = made(processes=small.Two())
-    expected = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5)
+    expected = by_hand.AdamW(optimizer.parameters, (0.9, 0.999), 0.02, 0.3, 1.5)
     grads = gradients(optimizer, 1.0, 0)
     optimizer.backward(towards(optimizer, grads))
     assert move(optimizer, 0.1) == pytest.approx(4.0, rel=1e-5)
@@ -146,7 +146,7 @@ def test_losses_in_fp16_are_scaled_and_an_overflow_halves_the_scale_and_moves_no
     assert not math.isfinite(move(optimizer, 0.1))
     assert optimizer.scaler.get_scale() == 32768
     assert all(torch.equal(p, former) for p, former in zip(optimizer.parameters, before, strict=True))
-    expected = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5)
+    expected = by_hand.AdamW(optimizer.parameters, (0.9, 0.999), 0.02, 0.3, 1.5)
     optimizer.backward(towards(optimizer, grads) * 2)
     assert move(optimizer, 0.1) == pytest.approx(expected.step([2 * g for g in grads], 0.1), rel=1e-5)
     for p, hand in zip(optimizer.parameters, expected.weights, strict=True):
@@ -172,7 +172,7 @@ def test_a_process_whose_groups_are_all_silent_moves_as_the_others_do_also_in_fp
                 p.grad = 65536 * g
 
     optimizer = made(dtype=torch.float16, processes=Others())
-    expected, grads = by_hand.AdamW(optimizer.parameters, (0.6, 0.8), 0.02, 0.3, 1.5), gradients(optimizer, 1.0, 0)
+    expected, grads = by_hand.AdamW(optimizer.parameters, (0.9, 0.999), 0.02, 0.3, 1.5), gradients(optimizer, 1.0, 0)
     assert move(optimizer, 0.1) == pytest.approx(1.0, rel=1e-5)
     expected.step(grads, 0.1)
     for p, hand in zip(optimizer.parameters, expected.weights, strict=True):
@@ -245,4 +245,4 @@ def test_adamw_in_8_bit_is_the_librarys_with_the_same_settings(monkeypatch):
 
 def test_the_settings_reach_adamw():
     [group] = adamw([torch.nn.Parameter(torch.ones(1))], SETTINGS).param_groups
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (9.0, (0.6, 0.8), 0.02, 0.3)
+    assert (group["lr"], group["eps"], group["weight_decay"]) == (9.0, 0.02, 0.3)
