@@ -61,8 +61,12 @@ class Lora:
 
     def lora_layers(self) -> Iterator[BaseTunerLayer]:
         """The layers that have a LoRA."""
-        modules = (module for transformer in self.transformers.values() for module in transformer.modules())
-        return (module for module in modules if isinstance(module, BaseTunerLayer))
+        return (
+            module
+            for transformer in self.transformers.values()
+            for module in transformer.modules()
+            if isinstance(module, BaseTunerLayer)
+        )
 
     @property
     def is_enabled(self) -> bool:
@@ -72,11 +76,15 @@ class Lora:
 
     def parameters(self, adapter: str = TRAINED) -> dict[str, torch.nn.Parameter]:
         """An adapter's parameters by name."""
-        return {name: p for name, p in self._all_parameters() if f".{adapter}." in name}
+        return {name: p for name, p in self._all_parameters().items() if f".{adapter}." in name}
 
-    def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for prefix, transformer in self.transformers.items():
-            yield from ((prefix + name, p) for name, p in transformer.named_parameters() if "lora_" in name)
+    def _all_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            prefix + name: p
+            for prefix, transformer in self.transformers.items()
+            for name, p in transformer.named_parameters()
+            if "lora_" in name
+        }
 
     # -- adding and removing ------------------------------------------------------------------------------------------
 
@@ -183,7 +191,7 @@ class Lora:
     def _activate(self, adapter: str) -> None:
         for layer in self.lora_layers():
             layer.set_adapter(adapter)
-        for name, parameter in self._all_parameters():  # whichever adapter is active, the same one is trained
+        for name, parameter in self._all_parameters().items():  # whichever adapter is active, the same one is trained
             parameter.requires_grad_(f".{TRAINED}." in name)
 
     # -- files --------------------------------------------------------------------------------------------------------
