@@ -126,7 +126,7 @@ def gdpo(
 def shares(
     reward: Real[Tensor, "B R"], weights: Weights, group: Int[Tensor, " B"], method: str | Method = "grpo"
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, "R R"]]:
-    """What each of R rewards does to the advantage: its share of it, and the correlations of the rewards.
+    """The part of each of R rewards in the advantage: its share of it, and the correlations of the rewards.
 
     A share is the part of the sum's variance within groups that comes with the reward: they sum to 1, and one below 0
     means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.

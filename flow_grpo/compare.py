@@ -48,7 +48,7 @@ class Budget:
     evaluations: int  # after that before training
 
     def until(self, evaluation: int) -> float:
-        """What is spent before an evaluation, the first after training being 1."""
+        """The budget that is spent before an evaluation; the first one after training is number 1."""
         return self.amount * evaluation / self.evaluations
 
 

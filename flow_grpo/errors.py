@@ -22,7 +22,7 @@ class FlowGRPOError(ValueError):
 
 
 class RetryableError(FlowGRPOError):
-    """What the same command may not meet again: a reward server that is down, a hub that can't be reached, a folder in use."""
+    """An error that may not come again with the same command: a reward server is down, a hub can't be reached, a folder is in use."""
 
 
 class PeerLost(RetryableError):

@@ -58,7 +58,7 @@ def save_figure(figure: "Figure", file: Path) -> None:
 
 
 def draw_or_warn(draw: Callable[[], Path | None], file: Path, warn: Callable[[str], None]) -> Path | None:
-    """What `draw` returns, which writes the figure `file`. If it can't be drawn, a warning and None.
+    """Call `draw`, which writes the figure `file`, and return its value. If it can't be drawn, warn and return None.
 
     Raises:
         WriteError: the disk is full, or the file can't be written.

@@ -32,7 +32,7 @@ class Phase:
     total: int | None = None
     unit: str = ""
     done: int = 0
-    shown: int | None = None  # what of it was done when it was last shown, if it ever was
+    shown: int | None = None  # the number that was done when it was last shown, if ever
     started: float = field(default_factory=lambda: time.monotonic())
     due: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
 
@@ -129,7 +129,7 @@ class StatusLine:
         if not line:
             self.clear()
         elif self._live is None:
-            redirect = not self.console.stderr  # what others print to stdout is not moved to stderr
+            redirect = not self.console.stderr  # other programs' prints stay on stdout
             self._live = Live(
                 _one_line(line), console=self.console, auto_refresh=False, transient=True, redirect_stdout=redirect
             )

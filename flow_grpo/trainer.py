@@ -128,7 +128,7 @@ class FlowGRPOTrainer:
         """Sample a group of images for each prompt, score them, compare them within groups, update the policy. Returns metrics."""
         self.state.enter_stage(self.step)
         for attempt in self.stage.attempts():  # one; another one with half the micro-batch if memory ran out
-            experience: Experience | None = None  # that of a failed attempt would keep a GPU's memory
+            experience: Experience | None = None  # else a failed attempt's would keep a GPU's memory
             with attempt:
                 experience = self.experience()
                 metrics = self.stage.update(experience, self.step)  # losses -> gradients -> optimizer
@@ -139,7 +139,7 @@ class FlowGRPOTrainer:
         return metrics
 
     def experience(self) -> Experience:
-        """What the present training step learns from: images with rewards and what these say of them, or given images of a data set."""
+        """The experience of the present training step: images with rewards and advantages, or given images of a data set."""
         stage, args = self.stage, self.stage.args
         if stage.given_images is not None:
             return stage.given_images.experience(self.step, stage.microbatch)

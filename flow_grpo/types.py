@@ -43,7 +43,7 @@ class PromptBatch:
     image: Int[Tensor, " B"]  # 0..G-1
 
     def columns(self) -> dict[str, list]:
-        """What rewards take: the metadata, and as `sources` the images of each prompt, decoded, if there are any."""
+        """Keyword arguments for rewards: the metadata, and as `sources` the decoded images of each prompt, if there are any."""
         sources = [[image.open() for image in getattr(prompt, "images", ())] for prompt in self.prompts]
         return {**self.metadata_columns(), "sources": sources} if any(sources) else self.metadata_columns()
 
@@ -131,7 +131,7 @@ class RecordedTransition:
 
 @dataclass(frozen=True)
 class ImageMoves:
-    """Which of B images were moved by the gradient of their reward, and the velocities that lead to them, of `mend` and `opsd`."""
+    """For `mend` and `opsd`: the images, of B, that were moved by the gradient of their reward, and the velocities that lead to them."""
 
     target: Float[Tensor, "B *latent"]  # of an image that stays, the velocity of the rollout
     tried: Bool[Tensor, " B"]  # on the CPU, as is `moved`
@@ -204,7 +204,7 @@ def weighted_sum(
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a rollout leaves for the update: K stochastic steps of each of B images, and the latents that they ended with.
+    """A rollout as the update needs it: K stochastic steps of each of B images, and their final latents.
 
     `graphs`, where the rollout kept them, has the K steps of each micro-batch by its first row; a graph is removed when it is used.
     """
@@ -368,7 +368,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Experience:
-    """What a training step learns from: a batch, the latents of its images, and their advantages. Only this process's rows."""
+    """The data of a training step: a batch, the latents of its images, and their advantages. Only this process's rows."""
 
     batch: PromptBatch
     trajectory: Trajectory
@@ -386,7 +386,7 @@ class Experience:
 
 @dataclass(frozen=True)
 class Loss:
-    """What to minimise, per row, and detached numbers to report.
+    """A value to minimise for each row, and detached numbers to report.
 
     Rows, not their mean: the trainer weighs them, so that the micro-batch size changes nothing.
     """

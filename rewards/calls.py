@@ -127,7 +127,7 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
 
 
 def _no_numbers(returned: Any) -> tuple[str, str] | None:
-    """What it is instead of numbers, and a hint; None if it may be numbers."""
+    """A description of a value that is no list of numbers, with a hint; None if it may be one."""
     if returned is None:
         return "None", ": is a `return` missing?"
     if isinstance(returned, str | bytes):

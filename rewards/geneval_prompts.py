@@ -41,7 +41,7 @@ def rows(count: int, seed: int, without: list[Row]) -> list[Row]:
 
 
 def meaning(row: Row) -> Meaning:
-    """What a prompt asks for: equal for `a cat and a dog` and `a dog and a cat`, and for `left of` and its mirrored `right of`."""
+    """The meaning of a prompt: equal for `a cat and a dog` and `a dog and a cat`, and for `left of` and its mirrored `right of`."""
     things = [(thing["class"], thing.get("color"), thing["count"]) for thing in row["include"]]
     where = row["include"][-1].get("position")
     if where is None:

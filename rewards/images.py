@@ -174,7 +174,7 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ImageFile(NamedTuple):
-    """What a file holds: the image as 8-bit RGB, its text fields by name (PNG alone), and whether more frames follow."""
+    """The content of a file: the image as 8-bit RGB, its text fields by name (PNG alone), and whether more frames follow."""
 
     pixels: Image.Image
     text: dict[str, str]

@@ -16,7 +16,7 @@ from flow_grpo.errors import FlowGRPOError
 
 VOCABULARY = Path(__file__).with_name("ocr_scenes.yaml")
 SAYS = "that reads / that says / with the words / reading / saying / with the text"
-FRAMES = (  # what stands around the thing, the place and the text; `on` fits only where the thing is a surface
+FRAMES = (  # the words around the thing, the place and the text; `on` fits only where the thing is a surface
     "{thing} {where} {says} {text}",
     "{thing} {says} {text} {where}",
     "{thing} {says} {text} {how}, {where}",

@@ -158,7 +158,7 @@ def _differences(embed: OpenCLIP, votes: Sequence[Vote]) -> Tensor:
 
 
 def _held_out(prompts: list[str], share: float, seed: int) -> Tensor:
-    """Which votes are held out (N,): those of a share of the distinct prompts, at least one prompt on each side."""
+    """A mask of the held-out votes (N,): those of a share of the distinct prompts, at least one prompt on each side."""
     if not 0 <= share < 1:
         raise FlowGRPOError(f"preference_head: held_out={share} must be a share in [0, 1).")
     names = list(dict.fromkeys(prompts))

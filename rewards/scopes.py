@@ -28,7 +28,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
-PAIRS_PER_CALL = 32  # that a pair reward gets at a time, since they are copies of the images
+PAIRS_PER_CALL = 32  # a pair reward gets no more at a time, since they are copies of the images
 ATTRIBUTES = (
     "scope",
     "symmetric",
@@ -47,7 +47,7 @@ class Framed:
 
     def __init__(self, reward: Any, frames: Frames) -> None:
         self._reward, self.frames = reward, checked_frames(frames)
-        self.__module__ = getattr(reward, "__module__", "")  # whose code it is
+        self.__module__ = getattr(reward, "__module__", "")  # the module of the wrapped reward
         self.__signature__ = signature(reward)
 
     def __call__(self, *inputs: Any, **metadata: Any) -> Any:
@@ -123,7 +123,7 @@ def win_rates(size: int, pairs: list[tuple[int, int]], first_wins: Tensor) -> Te
 
 
 def signature(reward: Any) -> inspect.Signature:
-    """What a reward takes; of a module without a `__call__` of its own, its `forward`."""
+    """The signature of a reward; of a module without a `__call__` of its own, that of its `forward`."""
     is_plain_module = isinstance(reward, torch.nn.Module) and type(reward).__call__ is torch.nn.Module.__call__
     return inspect.signature(reward.forward if is_plain_module else reward)
 
@@ -154,7 +154,7 @@ def check_sendable(name: str, frames: Frames) -> None:
 
 
 def frame_indices(frames: Frames, count: int) -> list[int]:
-    """Which of `count` frames a reward of images sees."""
+    """The indices of the frames, of `count`, that a reward of images sees."""
     if frames in (FIRST, LAST):
         return [0 if frames == FIRST else count - 1]
     assert isinstance(frames, int)

@@ -32,7 +32,7 @@ def prepared(images: Tensor, size: list[int], processor: Any) -> Tensor:
 
 
 def on_tensors(transform: Compose, images: Tensor) -> Tensor:
-    """What a transform of PIL images, of torchvision or open_clip, makes of images (B, 3, H, W) in [0, 1]: (B, 3, h, w)."""
+    """Apply a transform of PIL images, of torchvision or open_clip, to images (B, 3, H, W) in [0, 1]. Returns (B, 3, h, w)."""
     for step in transform.transforms:
         images = _apply(step, images)
     return images

@@ -51,7 +51,7 @@ class Output:
         try:
             action()
         except OSError as error:
-            with suppress(OSError, ValueError):  # what is left in buffers goes nowhere
+            with suppress(OSError, ValueError):  # the rest of the buffers goes nowhere
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self._stream.fileno())
                 os.close(nowhere)
@@ -156,7 +156,7 @@ def exit_on_error() -> Iterator[None]:
     except (FlowGRPOError, OSError) as error:
         if not isinstance(error, FlowGRPOError) and error.filename is None:
             raise
-        if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # which has printed its own
+        if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # printed already
             traceback.print_exception(error)
         fail(
             str(error), is_shared=getattr(error, "is_shared", False), status=TEMPORARY if is_retryable(error) else USER_ERROR

@@ -181,7 +181,7 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
 @contextmanager
 def new_folder(folder: Path) -> Iterator[None]:
     """Create the folder as `prepare_folder` does; if the work in this context fails, a new and empty one is removed again."""
-    is_new = not os.path.exists(folder)  # which answers for a name that is too long, too
+    is_new = not os.path.exists(folder)  # unlike pathlib, it has an answer for a name that is too long
     prepare_folder(folder)
     try:
         yield

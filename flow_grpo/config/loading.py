@@ -59,7 +59,7 @@ def read_text(file: Path, limit: int = MAX_BYTES) -> str:
         FlowGRPOError: the file can't be read, is too large or a named pipe, has another encoding, or is no text.
     """
     try:
-        if file.is_fifo() and not str(file).startswith("/dev/"):  # which may never end; /dev/fd/63 is a shell's <(command)
+        if file.is_fifo() and not str(file).startswith("/dev/"):  # a pipe may never end; /dev/fd/63 is a shell's <(command)
             raise FlowGRPOError(f"{file} is a named pipe: give a file.")
         with file.open("rb") as stream:
             content = stream.read(limit + 1)

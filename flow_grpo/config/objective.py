@@ -104,7 +104,7 @@ class AnchorConfig(ConfigSection):
 
     @property
     def reference_key(self) -> tuple:
-        """What the reference is: equal for anchors that share one."""
+        """A key of the reference model: equal for anchors that share one."""
         return self.to, str(self.decay), self.guidance, self.lora
 
 
@@ -151,7 +151,7 @@ def _numbered(name: str, taken: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What training must provide for an objective.
+    """The inputs that training must provide for an objective.
 
     Attributes:
         ratio: it compares with the policy that sampled the images.
@@ -200,7 +200,7 @@ class Needs:
 
 
 class Objective(ConfigSection):
-    """What every objective reads."""
+    """The settings of every objective."""
 
     needs: ClassVar[Needs] = Needs()
     stepwise: ClassVar[bool] = False  # of the family `Stepwise`
@@ -216,7 +216,7 @@ class Objective(ConfigSection):
     """Weight of the KL to the base model, averaged over all images, including groups with equal rewards (for sft and dpo over the images
     they train on)."""
     kl: KL | None = None
-    """Which KL, to the base model and to anchors: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from
+    """The KL to the base model and to anchors: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from
     log-probabilities (`k3`), the published code's, without the step's length (`flow_grpo`), or the distance of the velocities
     (`velocity`, the only one on final latents)."""
     anchors: list[AnchorConfig] = Field(default_factory=list)
@@ -371,7 +371,7 @@ class OldPolicy(Objective):
     """How slowly the old policy follows the trained one after each training step: 0 at once, 1 never. Or a ramp: for nft the published
     one is {rate: 0.001, max: 0.5}, for OCR {after: 75, rate: 0.0075, max: 0.999}; for crd {start: 0.25, rate: 0.005, max: 0.999}."""
     rollout_policy: Literal["trained", "old"] = "trained"
-    """Which policy samples a step's images: the trained one, or the old one, as nft was published."""
+    """The policy that samples a step's images: the trained one, or the old one, as nft was published."""
 
     @property
     def policy_copies(self) -> dict[str, float | DecayRamp]:
@@ -398,7 +398,7 @@ def _with_names(schema: dict[str, Any]) -> None:
 
 class WindowConfig(ConfigSection):
     schedule: Literal["all", "fixed", "random"] = "all"
-    """Which steps are stochastic and trained. `all`: first_step to last_step. Otherwise `size` adjacent steps: `fixed`, from
+    """The steps that are stochastic and trained. `all`: first_step to last_step. Otherwise `size` adjacent steps: `fixed`, from
     first_step, or `random`, drawn for each training step. `flow-grpo doctor --step-variance` measures which steps move the reward."""
     size: PositiveInt = 3
     """Steps in the window; `all` ignores it."""
@@ -920,7 +920,7 @@ class Opsd(MovedImages):
 
 
 class OwnFunction(Objective):
-    """What a user's own function of either family has."""
+    """The settings of a user's own function of either family."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own function."""
@@ -931,14 +931,14 @@ class CustomStepwise(OwnFunction, StepWeight, Stepwise):
     """A user's own function on sampling steps: (TrainedStep, advantage (n,)) -> Loss."""
 
     family: Literal["stepwise"] = "stepwise"
-    """What your own function is of: sampling steps, or with forward_process noised final latents."""
+    """The input of your own function: sampling steps, or with forward_process noised final latents."""
 
 
 class CustomForwardProcess(OwnFunction, ForwardProcess):
     """A user's own function on noised final latents: (NoisedImage, advantage (n,)) -> Loss."""
 
     family: Literal["forward_process"]
-    """What your own function is of: noised final latents, or with stepwise sampling steps."""
+    """The input of your own function: noised final latents, or with stepwise sampling steps."""
 
 
 def is_custom(name: str) -> bool:

@@ -175,7 +175,7 @@ def _with_moved(values: dict[str, Any], objective: dict[str, Any], inherited: di
     if issubclass(section_type(name, **family), Stepwise):
         from_run = {key: value for key, value in inherited.items() if (key, value) != ("transition", "ode")}
         moved = _without_defaults(merged(merged(from_run, {key: own[key] for key in MOVED if key in own}), given), own)
-    else:  # what it does not read is refused if it was given; a run folder of 0.4 has the defaults
+    else:  # a setting that the objective does not read is refused if it was given; a run folder of 0.4 has the defaults
         kept = {key: value for key, value in given.items() if key != "transition"}
         moved = {**_without_defaults(kept, own), **family}
         if given.get("transition", "ode") != "ode":

@@ -223,7 +223,7 @@ def _with_objective_of(former: dict[str, Any], chosen: dict[str, Any]) -> dict[s
 OTHER_NAMES = {"learning_rate": "lr"}  # of trl and accelerate
 NUMBERS = {"int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number"}
 NUMBERS |= {"float_parsing": "a number", "float_type": "a number"}
-UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # which pydantic adds to the location of an error
+UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # pydantic adds these to the location of an error
 
 
 def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
@@ -240,7 +240,7 @@ def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
 
 
 def _expected(error: ErrorDetails, location: list[str]) -> str:
-    """What a setting should be, as the end of a sentence."""
+    """The values that a setting may have, as the end of a sentence."""
     if error["type"] in NUMBERS:
         return f"it should be {NUMBERS[error['type']]}"
     if error["type"] == "model_type" and location[-2:-1] == ["rewards"]:

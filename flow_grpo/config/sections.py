@@ -150,7 +150,7 @@ class RewardConfig(ConfigSection):
     """The frames of a video that it sees: a number of evenly spaced ones, whose values are averaged, the first, the last, or all at once
     as (B, F, 3, H, W). Default: the reward's `frames` attribute, or 4."""
     on_error: Literal["stop", "drop"] = "stop"
-    """What to do when it raises or returns no finite number: stop the run, or leave those groups out of the step. If it
+    """The action when it raises or returns no finite number: stop the run, or leave those groups out of the step. If it
     runs out of memory, a single process first repeats the step with half the micro-batch, and the run stops if that is not enough."""
     remote: str | list[str] | None = None
     """Address of a server, or of several, on which `flow-grpo serve` runs this reward; options are then those of the client,

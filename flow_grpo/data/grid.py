@@ -151,7 +151,7 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
 
 
 def _content(cell: ImageInfo, box: list[int]) -> dict[str, Any]:
-    """What is stored of an image."""
+    """The stored facts about an image."""
     return {**asdict(cell), "had_source": bool(images_of(cell.prompt)), "box": box}
 
 
@@ -201,7 +201,7 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
 
 
 def written_cells(path: Path) -> list[ImageInfo]:
-    """What a file of `save_grid` or `save_image` shows, without reading its pixels; [] for any other file."""
+    """The images in a file of `save_grid` or `save_image`, without reading its pixels; [] for any other file."""
     try:
         with open_header(path, str(path)) as image:
             text = image.info.get(CHUNK) or image.getexif()[ExifTags.Base.ImageDescription]

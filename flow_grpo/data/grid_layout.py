@@ -380,7 +380,7 @@ def _check_borders(layout: GridLayout, captions: Sequence[Box]) -> None:
 
 @dataclass(frozen=True)
 class GridOptions:
-    """What the user specifies about a grid image; the rest is detected.
+    """The user's settings for a grid image; the rest is detected.
 
     Attributes:
         padding: pixels between columns and between rows; also around all images, as in torchvision's `make_grid`, unless `crop` is

@@ -259,7 +259,7 @@ def _join_by_prompt(
 
 @dataclass(frozen=True)
 class ImageRecords:
-    """What B images are, or will be once they are generated. A seed is None where the image's noise is unknown.
+    """The facts about B images, whether they are generated yet or not. A seed is None where the image's noise is unknown.
 
     Attributes:
         lacks_sources: whether images were made of prompts with images, which are not known.

@@ -319,7 +319,7 @@ def _cell_images(cell: Any, location: str, column: str) -> list[Any]:
 
 
 def _reader(image: Any, location: str, folder: Path | None, column: str, stay_inside: bool) -> Callable[[], SourceImage]:
-    """What reads one image, once it is called."""
+    """A function that reads one image."""
     if isinstance(image, Image.Image):
         return partial(SourceImage.from_pil, image, f"of {location}")
     if isinstance(image, dict):

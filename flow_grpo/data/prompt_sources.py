@@ -20,7 +20,7 @@ HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
 MAX_BYTES = 256 << 20  # of a downloaded file
 MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
-TEXT, ROW = "a text", "a dict by column"  # what a prompt in memory may be
+TEXT, ROW = "a text", "a dict by column"  # kinds of prompts in memory
 CAPTIONS = (".txt", ".caption")  # kohya's scripts have the second for the text of an image
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
 
@@ -219,7 +219,7 @@ def read_items(items: Iterable[Any]) -> Table:
 
 
 def _kind(item: object) -> str:
-    """What an item is; "" if it is no prompt."""
+    """The kind of an item; "" if it is no prompt."""
     if isinstance(item, str):
         return TEXT
     return ROW if isinstance(item, Mapping) and all(isinstance(key, str) for key in item) else ""

@@ -99,7 +99,7 @@ class Peers:
     def reason(self) -> PeerLost:
         """The error of a process whose connection to another one broke. Waits some seconds until it is known whose process is gone."""
         self.is_leaving, self._limit = True, min(self._limit, SOON)
-        if LAUNCHER in os.environ:  # which names the rank that died, and needs a moment to know which was the first
+        if LAUNCHER in os.environ:  # the launcher names the rank that died first, which takes it a moment
             time.sleep(1)
             return PeerLost("another process of the run is gone.")
         with suppress(ValueError):  # not the main thread

@@ -208,13 +208,13 @@ class Processes:
         return values
 
     def on_main(self, call: Callable[[], Value]) -> Value:
-        """What `call` returns in the main process, which alone calls it. An error of it is raised in all."""
+        """Run `call` in the main process alone, and return its value in all. Its error is raised in all."""
         return self.gather_or_raise(lambda: call() if self.is_main else None)[0]  # type: ignore[return-value]
 
     def gather_or_raise(
         self, call: Callable[[], Value], errors: tuple[type[Exception], ...] = (FlowGRPOError,)
     ) -> list[Value]:
-        """What `call` returns in each process, by rank. An error of one of these types is raised in all of them, so that none waits.
+        """Run `call` in each process, and return the values by rank. An error of one of these types is raised in all, so that none waits.
 
         The error has the attribute `is_shared`.
         """

@@ -34,7 +34,7 @@ ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded
 
 @dataclass
 class DryRunReport:
-    """What a dry run found.
+    """The findings of a dry run.
 
     Attributes:
         found: what the checks of the run's start found, by their names.
@@ -178,7 +178,7 @@ def _is_cached(estimator: StepEstimator) -> bool:
 
 
 def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: int, held_out: int) -> list[str]:
-    """What a run with that many held-out prompts costs on this machine, which is measured, and warnings about it."""
+    """The cost of a run with that many held-out prompts, measured on this machine, and warnings about it."""
     hardware = Hardware.of_this_machine(usable_device(args.device), count=num_processes)
     estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
     seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count

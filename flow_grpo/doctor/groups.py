@@ -22,7 +22,7 @@ from flow_grpo.training.setup import HUMAN
 from flow_grpo.training.state import Stage
 from flow_grpo.types import PromptBatch, Trajectory
 
-MAX_IMAGES = 128  # that are sampled for the checks, as far as whole groups allow
+MAX_IMAGES = 128  # sampled for the checks, as far as whole groups allow
 MIN_GROUP_SIZE = 4  # images: the mean of fewer is mostly noise
 MIN_NOISE_SHARE = 0.05  # of the reward variance, that comes from the noise of trained steps
 
@@ -152,7 +152,7 @@ def zero_std_groups(has_signal: Tensor, reward: Tensor, stepwise: bool) -> Check
 
 
 def _advice_on_zero_std(has_signal: Tensor, reward: Tensor, stepwise: bool) -> str:
-    """What to do about groups with zero reward std; the arguments are those of `zero_std_groups`."""
+    """Advice on groups with zero reward std; the arguments are those of `zero_std_groups`."""
     constant = reward[~has_signal].amax(1)
     if reward.min() == reward.max():
         return "all images have the same reward: see its values."
@@ -194,7 +194,7 @@ def noise_share(sde: Tensor, ode: Tensor) -> CheckResult:
 
 
 def noise_damage(sde: Tensor, ode: Tensor) -> CheckResult:
-    """What noise costs: `sde` and `ode` (P, G) as in `noise_share`. Fine if a group's best image is as good as without noise."""
+    """The cost of noise: `sde` and `ode` (P, G) as in `noise_share`. Fine if a group's best image is as good as without noise."""
     name, value = "mean reward, SDE vs ODE sampling", f"{sde.mean():.3g} vs {ode.mean():.3g}"
     lost = ode.mean(1) - sde.mean(1)
     significant = lost.mean() > 3 * lost.std() / len(lost) ** 0.5

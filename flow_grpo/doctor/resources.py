@@ -41,7 +41,7 @@ def check_machine(device: torch.device, dtype: torch.dtype) -> list[CheckResult]
 
 
 def estimate(stage: FlowGRPOConfig, cuda: bool) -> tuple[StepEstimate, float] | None:
-    """What `flow-grpo plan` estimates for a training step, and the step's seconds. None if it can't trace the model."""
+    """The estimate of `flow-grpo plan` for a training step, and the step's seconds. None if it can't trace the model."""
     try:
         estimator = StepEstimator(stage, cuda)
     except (ValueError, OSError):

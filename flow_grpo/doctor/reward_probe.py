@@ -69,7 +69,7 @@ class GradientStats:
     """The gradient g of a differentiable reward on some images, each a mean over them."""
 
     slope: float  # |g|, the slope of the value along the gradient that it predicts
-    measured: float  # that slope by a central difference, on steps of length RHO
+    measured: float  # by a central difference, on steps of length RHO
     energy: float  # the share of the squared gradient that lies in 1 % of the positions
     sharpness: float  # S1 of arXiv 2603.21175: by how much the value falls on a step of length RHO against the gradient
 
@@ -106,7 +106,7 @@ def gradient_stats(name: str, reward: rewards.Reward, inputs: RewardInputs) -> G
 
 @dataclass(frozen=True)
 class RewardStats:
-    """What a reward returned for probe images, and what that cost."""
+    """The results of a reward on probe images, and their cost."""
 
     prompts: list[str]  # B
     values: dict[str, Tensor]  # (B,) for the original images and each perturbation
@@ -116,7 +116,7 @@ class RewardStats:
     deterministic: bool  # the same images give the same bits
     batch_difference: float  # the largest difference between an image alone and in a batch
     depends_on_group: bool
-    gradient: GradientStats | str | None  # as of `gradient_stats`
+    gradient: GradientStats | str | None  # the value of `gradient_stats`
 
 
 def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs) -> RewardStats:
@@ -162,7 +162,7 @@ def smallest_calls(reward: rewards.Reward, prompts: list[str]) -> list[list[int]
 
 @dataclass(frozen=True)
 class RewardCall:
-    """What one call on B images returned and did."""
+    """The result of one call on B images, and its side effects."""
 
     values: Tensor  # (B,)
     seconds: float  # for each image
@@ -186,7 +186,7 @@ class RewardProbe(RewardCall):
     mismatched: Tensor | None  # (n,), if there is more than one prompt
     depends_on_group: bool
     sees_groups: bool = False  # as its scope says
-    gradient: GradientStats | str | None = None  # as of `gradient_stats`
+    gradient: GradientStats | str | None = None  # the value of `gradient_stats`
 
     @property
     def reads_prompt(self) -> bool:
@@ -317,7 +317,7 @@ def prompt_lines(stats: RewardStats) -> list[str]:
 
 
 def gradient_lines(gradient: GradientStats | str | None) -> list[str]:
-    """What is known of the gradient; nothing of a reward without one."""
+    """The checks of the gradient; none for a reward without one."""
     if gradient is None:
         return []
     if isinstance(gradient, str):
@@ -330,7 +330,7 @@ def gradient_lines(gradient: GradientStats | str | None) -> list[str]:
 
 
 def conclusions(stats: RewardStats) -> list[str]:
-    """What the values mean for training, a sentence each; none for a single image, which has nothing to be compared with."""
+    """Sentences on what the values mean for training; none for a single image, since it has nothing to be compared with."""
     values, within = stats.values[ORIGINAL], std_within_prompts(stats)
     count, low, high = len(values), values.min(), values.max()
     if count > 1 and low == high:

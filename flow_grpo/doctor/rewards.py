@@ -19,7 +19,7 @@ MIN_WITHIN_SHARE = 0.05  # of the standard deviation over all images; a reward w
 
 @dataclass(frozen=True)
 class RewardChecks:
-    """What the rewards that could score the images returned, and the results.
+    """The scores of the rewards that could score the images, and the results of the checks.
 
     Attributes:
         rows: the images that each reward was called with, if prompt sets name rewards.

@@ -28,7 +28,7 @@ GROUP_DEPENDENT = (
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """What a reward is called with: images (B, 3, H, W) in [0, 1], prompts, and metadata as B values by name."""
+    """The arguments of a reward: images (B, 3, H, W) in [0, 1], prompts, and metadata as B values by name."""
 
     images: Tensor
     prompts: list[str]

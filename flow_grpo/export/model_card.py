@@ -89,7 +89,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
 
 
 def _results(run: RunReader, images: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the card says of the evaluations."""
+    """The card's section on the evaluations."""
     ends = [run.evaluation_rows[0]["step"], run.evaluation_rows[-1]["step"]] if len(run.evaluation_rows) > 1 else []
     prompts = len(run.evaluations[-1]["prompts"]) if run.evaluations else 0
     return {
@@ -105,7 +105,7 @@ def _results(run: RunReader, images: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _about_rewards(run: RunReader, args: FlowGRPOConfig) -> dict[str, Any]:
-    """What the rewards' docstrings say on how they are gamed, and on their licences."""
+    """The sentences of the rewards' docstrings on how they are gamed, and on their licences."""
     names = dict.fromkeys([*run.trained, *(name for name in run.score_names if name != "reward")])
     return {
         "gamed": {name: _sentence(name, "Gamed") for name in run.trained},
@@ -212,7 +212,7 @@ def rank_and_alpha(settings: LoraConfig | None, folders: list[Path]) -> dict[str
 
 
 def _stored_settings(folder: Path) -> dict[str, Any]:
-    """What the LoRA in a folder was made with, in peft's names; {} if there is none, or it does not say."""
+    """The settings of the LoRA in a folder, in peft's names; {} if there is none, or it does not say."""
     try:
         if (folder / ADAPTER_CONFIG).is_file():
             return dict(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
@@ -259,7 +259,7 @@ def _on_hub(model: str) -> bool:
 
 
 def task(args: FlowGRPOConfig, run: RunReader) -> str:
-    """What the model does, in the hub's words: text-to-image, image-to-image or text-to-video."""
+    """The model's task, in the hub's words: text-to-image, image-to-image or text-to-video."""
     kind = hub.pipeline_class(args.model)
     return f"{'image' if _edited_prompt(kind, run) else 'text'}-to-{'video' if makes_videos(kind) else 'image'}"
 
@@ -288,7 +288,7 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     if differs.guidance:
         call[differs.guidance] = evaluated["guidance"] if evaluated["guidance"] > 1 else differs.no_guidance_value
     call |= {key: value for key, value in evaluated.items() if key != "guidance"}
-    if takes(kind, "max_area") and {"height", "width"} <= call.keys():  # which would enlarge the image
+    if takes(kind, "max_area") and {"height", "width"} <= call.keys():  # else `max_area` would enlarge the image
         call.setdefault("max_area", call["height"] * call["width"])
     edited = _edited_prompt(kind, run)
     prompt = edited or (run.evaluations[0]["prompts"][0] if run.evaluations else "a photo of a cat")

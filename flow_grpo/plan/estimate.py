@@ -30,7 +30,7 @@ NF4_BITS = 4.5  # per weight, with the scales; the meta pipeline itself has the 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """What a training step takes on one device.
+    """The memory of a training step on one device.
 
     Attributes:
         persistent: bytes that stay allocated, by part.
@@ -137,7 +137,7 @@ class StepEstimator:
         # a phase of one image at a time, such as sliced decoding, has no slope
         largest = int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items() if slope > 0))
         while self._keeps_graphs and largest and max(self._transient_of(largest).values()) > available:
-            largest -= 1  # what graphs take is not linear
+            largest -= 1  # the memory of graphs is not linear
         return largest
 
     def rates(self, microbatch: int, dtype: torch.dtype | None = None) -> Rates:
@@ -329,7 +329,7 @@ def text_encoder_bytes(pipe: Any) -> float:
 
 @dataclass(frozen=True)
 class LoadingMemory:
-    """What loading a model takes of a CPU's memory. A network's files are mapped; tensors of another dtype are copied.
+    """The CPU memory that loading a model takes. A network's files are mapped; tensors of another dtype are copied.
 
     Attributes:
         stays: bytes of mapped tensors that were copied and stay, as other tensors of their file are used where they are.

@@ -34,7 +34,7 @@ PHASE_NAMES = {
     REWARD_GRADIENT: "gradients go back through the decoder",
     "loading": "the model is loaded",
 }
-# what costs little first; the last two exclude each other
+# cheap settings first; the last two exclude each other
 SETTINGS = (
     "objective.keep_graphs=false",
     "memory.offload_text_encoders=true",
@@ -123,7 +123,7 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """What makes a run fit, each with a micro-batch of one.
+    """Settings that make a run fit, each with a micro-batch of one.
 
     Attributes:
         missing: bytes that the run takes beyond the memory.
@@ -154,7 +154,7 @@ class Savings:
         self.usable = [setting for setting in (*SETTINGS, *SMALLER_WEIGHTS) if self._changes(setting)]
 
     def fit(self) -> Fit:
-        """What each setting saves, and which ones make the run fit."""
+        """The memory that each setting saves, and the settings that make the run fit."""
         peak = self._peak([])
         assert peak is not None
         saved = {setting: peak - (self._peak([setting]) or peak) for setting in self.usable}
@@ -259,7 +259,7 @@ def _table(estimate: StepEstimate, scope: str) -> Table:
 
 
 def _advice(fit: Fit, memory: float) -> list[str]:
-    """What is missing, and what would make the run fit."""
+    """The missing memory, and the settings that would make the run fit."""
     lines = [
         f"It does not fit: with microbatch=1, {gigabytes(fit.missing, 1)} are missing. Settings that are not on, each alone:"
     ]

@@ -148,7 +148,7 @@ def _layer(dtype: torch.dtype) -> Callable[[], None]:
 
 
 def _read_cache() -> dict[str, float]:
-    """What this machine's runs have measured."""
+    """Measurements of this machine's runs."""
     try:
         content = json.loads(expanded(CACHE).read_text(encoding="utf-8"))
         return {str(name): float(number) for name, number in content.items()}

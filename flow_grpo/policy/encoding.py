@@ -203,7 +203,7 @@ def conditioning(
 
 
 def _call_key(prompt: str, outputs: EncoderOutputs) -> Any:
-    """What prompts that share a call have in common. Pipelines read the sizes of images, also where the tensors' shapes are alike."""
+    """A key, equal for prompts that may share a call. Pipelines read the sizes of images, also where the tensors' shapes are alike."""
     return signature([output for _, output in outputs]), tuple(image.size for image in images_of(prompt))
 
 
@@ -277,7 +277,7 @@ def _key(prompt: str) -> str:
 
 
 def _read(content: bytes) -> Any:
-    """What `put` has written: a checksum of 32 bytes, and what torch saves. ValueError if they don't fit, as in a file of 0.4."""
+    """Read a file of `put`: a checksum of 32 bytes, then torch's format. ValueError if they don't fit, as in a file of 0.4."""
     checksum, saved = content[:32], content[32:]
     if hashlib.sha256(saved).digest() != checksum:
         raise ValueError("the checksum is wrong")
@@ -399,7 +399,7 @@ class PromptEncoder:
 
     @torch.no_grad()
     def _record(self, prompts: list[str]) -> EncoderOutputs:
-        """What the encode methods return in a call with these prompts."""
+        """The values of the encode methods in a call with these prompts."""
         outputs: EncoderOutputs = []
         depth = 0  # of recorded methods that call each other only the outermost counts
         recording = copy.copy(self._stopping)
@@ -451,6 +451,6 @@ class PromptEncoder:
 
 
 def without_state(latents: Any) -> tuple[Any, ...]:
-    """What `prepare_latents` returned, as a tuple, with an empty tensor of the same dtype in place of the state."""
+    """The value of `prepare_latents` as a tuple, with an empty tensor of the same dtype in place of the state."""
     first, rest = (latents[0], latents[1:]) if isinstance(latents, tuple) else (latents, ())
     return first.new_empty(0), *rest

@@ -20,7 +20,7 @@ ATTENTION = (
 
 @dataclass(frozen=True)
 class Family:
-    """What a kind of pipeline needs beyond the conventions of diffusers."""
+    """The needs of a kind of pipeline beyond the conventions of diffusers."""
 
     guidance: str = "guidance_scale"
     """The argument of the call that the setting `guidance` sets; "" if there is none."""
@@ -112,7 +112,7 @@ HEADER_NAMES = {
 
 
 def lora_header(pipeline: str) -> dict[str, str]:
-    """What the header of a LoRA file says of its model, by the class of the pipeline: modelspec's entries, and one of kohya's scripts."""
+    """The entries of a LoRA file's header on its model, by the class of the pipeline: modelspec's, and one of kohya's scripts."""
     header = {"modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers"}
     if pipeline not in HEADER_NAMES:
         return header

@@ -109,7 +109,7 @@ def resolve_model(name: str) -> str:
 
 
 def model_name(pipe: Any) -> str:
-    """What a pipeline was loaded from: a bundled name, a folder or a hub id; its class if it was built in memory."""
+    """The source of a pipeline: a bundled name, a folder or a hub id; its class if it was built in memory."""
     source = str(pipe.name_or_path or type(pipe).__name__)
     return next((name for name, folder in BUNDLED_MODELS.items() if str(folder) == source), source)
 

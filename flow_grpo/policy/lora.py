@@ -265,7 +265,7 @@ class Lora:
 
     @property
     def prefix_in_files(self) -> str:
-        """What stands before the names of layers in a written file, by which the pipeline, the transformer or peft reads it."""
+        """The prefix of the names of layers in a written file: the pipeline's, the transformer's or peft's."""
         if self.has_pipeline_loader:
             return lora_file.PIPELINE_PREFIX
         return "" if hasattr(self.transformer, "load_lora_adapter") else lora_file.PEFT_PREFIX

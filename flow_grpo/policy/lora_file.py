@@ -36,7 +36,7 @@ TEXT_ENCODER = re.compile(r"(text_encoder(?:_\d)?|text_encoders\.\w+|lora_te\d?|
 DOWN = r"lora_A(?:\.\w+)?\.weight|lora_down\.weight|lora\.down\.weight|lora_linear_layer\.down\.weight"
 UP = r"lora_B(?:\.\w+)?\.weight|lora_up\.weight|lora\.up\.weight|lora_linear_layer\.up\.weight"
 TENSOR = re.compile(rf"(?P<layer>.+)\.(?:(?P<down>{DOWN})|(?P<up>{UP})|(?P<alpha>alpha))")
-# what other kinds of adapters have in the names of their tensors, with a dot at their ends
+# parts of the names of other adapters' tensors, between dots
 OTHER_KINDS = {
     "lokr_": "a LoKr",
     "hada_": "a LoHa",

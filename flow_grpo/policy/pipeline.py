@@ -375,7 +375,7 @@ class PipelineCall:
         self.pipe, self.intercepted, self.scheduler = pipe, intercepted, scheduler
         self.family, self.parameters, self.arguments, self.autocast = family, parameters, arguments, autocast
         self.device: torch.device = pipe.transformer.device
-        # what prepare_latents returns for that many rows without images, less the state
+        # the values of prepare_latents for that many rows without images, but for the state
         self._prepared: dict[int, tuple] = {}
 
     def with_arguments(self, **more: Any) -> Self:
@@ -391,7 +391,7 @@ class PipelineCall:
         """
         call = {"num_inference_steps": 1, "output_type": "latent", **self.prompt_arguments(prompts), **kwargs}
         if "generator" in self.parameters and "generator" not in call:
-            # what it draws is not used, and the global random stream is left alone
+            # its random numbers are not used, and the global random stream is left alone
             call["generator"] = torch.Generator(self.device).manual_seed(0)
         try:
             with self.autocast():
@@ -472,5 +472,5 @@ class PipelineCall:
 
 
 def _with_state(state: Tensor, rest: list[Any]) -> Any:
-    """What `prepare_latents` returns."""
+    """The value of `prepare_latents`."""
     return (state, *rest) if rest else state

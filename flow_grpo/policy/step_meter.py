@@ -159,7 +159,7 @@ class StepMeter:
         """Note that from now on the innermost open phase counts."""
         now: Any = torch.cuda.Event(enable_timing=True) if self._has_events else time.perf_counter()
         if self._has_events:
-            now.record(torch.cuda.current_stream(self.device))  # which need not be the current device
+            now.record(torch.cuda.current_stream(self.device))  # `self.device` need not be the current one
         self._marks.append((self._open[-1] if self._open else None, now))
 
     def _before(self, transformer: torch.nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ class StepMeter:
             return forward, counter.get_total_flops() - forward
 
     def _key(self, transformer: torch.nn.Module, args: Arguments, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What decides the number of operations: the model, with the LoRA or without it, with gradients or not, and the shapes."""
+        """A key of the number of operations: the model, with the LoRA or without it, with gradients or not, and the shapes."""
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         return id(transformer), self.lora.is_enabled, torch.is_grad_enabled(), shapes
 

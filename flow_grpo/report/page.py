@@ -106,7 +106,7 @@ def template() -> Template:
 
 
 def run_context(run: RunReader, name: str) -> dict[str, Any]:
-    """What the template needs of a run."""
+    """The values of a run for the template."""
     return {
         "name": name,
         "headline": summary.headline(run),
@@ -130,7 +130,7 @@ def run_names(runs: list[RunReader]) -> list[str]:
 
 
 def script_data(run: RunReader, name: str) -> dict[str, Any]:
-    """What the script needs of a run: the images of the first held-out prompts over training, and the groups of some steps."""
+    """The images of a run for the script: those of the first held-out prompts over training, and the groups of some steps."""
     evaluations = [e for e in run.evaluations if data_uri(e["folder"] / layout.prompt_image(0))]
     frames = [evaluations[i] for i in evenly_spaced(len(evaluations), MAX_FRAMES)]
     num_prompts = min([MAX_PROMPTS, *(len(e["prompts"]) for e in frames)]) if frames else 0
@@ -356,7 +356,7 @@ def series(rows: list[dict], key: str) -> list[Point]:
 
 
 def draw(title: str, lines: Iterable[Line], note: str = "", marks: Iterable[tuple[int, int]] = ()) -> dict | None:
-    """What the template needs for a chart; None with fewer than two points, or if all lines are flat.
+    """The values of a chart for the template; None with fewer than two points, or if all lines are flat.
 
     Args:
         marks: pairs of run and step to mark.

@@ -57,7 +57,7 @@ def headline(run: RunReader) -> str:
 
 
 def _hacking(run: RunReader) -> str:
-    """What the monitor finds at the last evaluation, after a space; "" if it finds nothing."""
+    """The monitor's findings at the last evaluation, after a space; "" if there are none."""
     drops = hacking.detect_drops(hacking.read_history(run.evaluations)) if len(run.evaluations) > 1 else {}
     sentences = [
         f" Possible reward hacking: {short_name(name)} fell by {drop.share:.0%} after step {drop.since} while "
@@ -261,7 +261,7 @@ def _in_training(rewards: list[float]) -> str:
 
 
 def monitor_status(run: RunReader) -> str:
-    """What the monitor watches, and drops of image metrics that were too small for a warning."""
+    """The metrics that the monitor watches, and drops of image metrics that were too small for a warning."""
     if len(run.evaluation_rows) < 2:
         return ""
     sentences = [f"{limits()} It has not warned."]

@@ -246,7 +246,7 @@ def read_all(folder: Path, name: str) -> list[dict]:
 
 
 def machine_of(folder: Path) -> dict[str, Any]:
-    """What machine.json of a run folder says; {} if there is none."""
+    """The content of a run folder's machine.json; {} if there is none."""
     return _read(folder / layout.MACHINE, MachineContent)
 
 

@@ -38,7 +38,7 @@ PATTERN = re.compile(r'^(\w+) text "([A-Z]{3,5})" on a (\w+) background$')
 
 @dataclass(frozen=True)
 class Sign:
-    """What a prompt asks for: the word, and the names of its colour and of the background's."""
+    """The content of a prompt: the word, and the names of its colour and of the background's."""
 
     word: str
     color: str

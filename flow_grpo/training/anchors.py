@@ -23,7 +23,7 @@ from flow_grpo.types import Experience, Loss, TrainedStep, take_rows
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a model computes on n rows: its velocity and, of a trained step, the transition by it."""
+    """The outputs of a model on n rows: its velocity and, of a trained step, the transition by it."""
 
     v: Float[Tensor, "n *state"]
     step: TrainedStep | None = None
@@ -48,7 +48,7 @@ class Anchors:
     def evaluate(
         self, compute: Callable[[FlowPipeline, Conditioning], Prediction], names: list[str] | None = None
     ) -> dict[str, Prediction]:
-        """What `compute` returns for each reference by name, or for those of `names`, without gradients."""
+        """The results of `compute` for each reference by name, or for those of `names`, without gradients."""
         computed = {}
         for name in self.references if names is None else names:
             with torch.no_grad(), self._active(name) as (model, conditioning):

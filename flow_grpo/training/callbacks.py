@@ -49,7 +49,7 @@ class CallbackArguments:
 
 @dataclass
 class TrainerControl:
-    """What a callback asks for, at the end of the step: set a field to True. The trainer resets it."""
+    """The requests of a callback, for the end of the step: set a field to True. The trainer resets it."""
 
     should_training_stop: bool = False
     should_save: bool = False
@@ -105,6 +105,6 @@ class CallbackList:
             self.state.best_metric = max(reward, self.state.best_metric if self.state.best_metric is not None else reward)
 
     def requested(self) -> TrainerControl:
-        """What the callbacks have asked for since the last call, equal on all processes. Every process must call it."""
+        """The requests of the callbacks since the last call, equal on all processes. Every process must call it."""
         control, self.control = self.control, TrainerControl()
         return self.processes.all_gather(control)[0] if self.callbacks else control

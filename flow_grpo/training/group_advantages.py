@@ -22,7 +22,7 @@ MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the scores of a step's B images, of all processes, say of them.
+    """The comparison of a step's B images, of all processes, by their scores.
 
     Attributes:
         advantage: a column for each trained step if each has its own; 0 in rows that are not scored.
@@ -144,7 +144,7 @@ def logged_shares(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def explain_small_share(share: dict[str, float], method: str | Callable[..., Tensor]) -> str | None:
-    """What to do about the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`.
+    """Advice on the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`.
 
     A share of exactly 0 is that of a reward without any spread within groups, which no weight changes.
     """
@@ -194,7 +194,7 @@ def experience_of(
     updates: int,
     processes: Processes,
 ) -> Experience:
-    """What this process learns from: its rows of a step.
+    """The experience of this process: its rows of a step.
 
     Args:
         batch, scores, compared: of all processes.

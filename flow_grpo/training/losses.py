@@ -95,7 +95,7 @@ def custom_loss(objective: Objective, inputs: TrainedStep | NoisedImage, advanta
 
 
 class BatchLoss(Protocol):
-    """What `PolicyUpdate` needs of a loss on the images of a training step.
+    """The interface of a loss on the images of a training step, for `PolicyUpdate`.
 
     `StepLoss` replays the trained transitions, `ForwardProcessLoss` adds new noise to the final latents, `RewardGradientLoss` repeats
     states of a rollout.
@@ -472,7 +472,7 @@ class ForwardProcessLoss:
             for rows, weight in chunks:
                 noised = self._noised(k, rows)
                 references = self.anchors.evaluate(functools.partial(self._velocity, noised), self._own_references)
-                with torch.set_grad_enabled(self.policy.compiled):  # as of `_rollout_velocities`
+                with torch.set_grad_enabled(self.policy.compiled):  # as in `_rollout_velocities`
                     number = self._group_statistic(self._image(k, noised, references), rows)
                 values[rows[weight > 0]], counts[rows[weight > 0]] = number.cpu()[weight > 0], True
             self.group_means.append(mean_by_group(values, self.group, counts))
@@ -501,7 +501,7 @@ class ForwardProcessLoss:
         return ["base"] if self.needs.reference else []
 
     def _image(self, k: int, noised: NoisedRows, references: dict[str, Prediction]) -> NoisedImage:
-        """What the objective sees of rows at the k-th noise level."""
+        """The objective's input: rows at the k-th noise level."""
         v, v_old = self._velocity(noised, self.policy, self.conditioning).v, None
         if self.needs.old_policy:
             with torch.no_grad(), self.policy.lora.use(OLD_ADAPTER):

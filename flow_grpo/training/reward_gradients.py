@@ -209,7 +209,7 @@ class Mending:
         self.tau = 0.1
 
     def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:
-        """What the velocities at the trained state are to become."""
+        """The targets of the velocities at the trained states."""
         batch, reward = end.batch, end.reward
         groups = [reward[batch.group == group] for group in batch.group]
         cap = torch.stack([of_group.quantile(self.objective.REWARD_QUANTILE) for of_group in groups])
@@ -257,7 +257,7 @@ class Mending:
         return Comparison(weight, scored, informative, scored, metrics)
 
     def state_dict(self) -> dict[str, float | None]:
-        """What steps change, for a checkpoint."""
+        """The values that steps change, for a checkpoint."""
         return {"ceiling": self.ceiling, "tau": self.tau}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class ImageSampler:
 
     @property
     def model(self) -> FlowPipeline:
-        """What samples: the policy, or the same weights with the rollout's own guidance."""
+        """The model that samples: the policy, or the same weights with the rollout's own guidance."""
         return self.policy.with_guidance(self.args.sampling.guidance)
 
     def window(self, step: int) -> list[int]:
@@ -142,7 +142,7 @@ class ImageSampler:
         """The scores of the rows of all processes, each of which scores its own. group is (B,)."""
 
         def local_scores() -> Scores:
-            with self.policy.meter.phase("reward"):  # what was not done while sampling
+            with self.policy.meter.phase("reward"):  # the images that were not scored while others were sampled
                 return Scores.join([wait_for(future, self.processes.should_stop) for future in futures])
 
         with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
@@ -183,7 +183,7 @@ class ImageSampler:
         )
         first, parts = 0, list[Trajectory]()
         with self.policy.lora.use(objective.sampling_adapter):
-            if shared and window:  # what comes before the window is computed once for each group
+            if shared and window:  # the steps before the window are computed once for each group
                 first = window[0]
                 leaders, inverse = first_rows(batch.group)
                 states = []

@@ -217,7 +217,7 @@ def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run is made of.
+    """The parts of a run.
 
     Attributes:
         eval_rewards: all rewards that are measured; those that are not trained on have weight 0.
@@ -314,7 +314,7 @@ def _build_run(
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:
-    """What the config of a run says of its prompts, as an update of it: where they can be read again, or that no file has them."""
+    """An update of a run's config for its prompts: where they can be read again, or that no file has them."""
 
     def recorded(source: Prompts | None) -> Any:
         is_sets = isinstance(source, list) and source and all(isinstance(entry, PromptSetConfig) for entry in source)
@@ -327,7 +327,7 @@ def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset:
 
 
 def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
-    """What a run prints first: its model, device, dtype, size and folder."""
+    """The first line of a run: its model, device, dtype, size and folder."""
     where = f"{args.model} on {policy.device} in {dtype_and_reason(args, policy)}"
     size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
     own = policy.has_lora and not policy.lora.is_zero and not (args.lora and args.lora.init_from)

@@ -156,7 +156,7 @@ class Stage:
         return True
 
     def loop_state(self) -> dict[str, Any]:
-        """What training steps change besides the weights and the optimizer."""
+        """The state that training steps change besides the weights and the optimizer."""
         return {
             "prompts": self.prompt_sampler.state_dict(),
             "clip": dict(self.update.clip.state),
@@ -171,7 +171,7 @@ class Stage:
         self.prompt_sampler.load_state_dict(state["prompts"])
         self._use_microbatch(state["microbatch"])
         self.update.clip.state = dict(state["clip"])
-        self.gradient_weights.mean_square = dict(state.get("gradients", {}))  # which checkpoints of 0.4 have not
+        self.gradient_weights.mean_square = dict(state.get("gradients", {}))  # checkpoints of 0.4 have none
         if isinstance(self.compare, Mending):
             self.compare.load_state_dict(state["mending"])
         if self.critic is not None:

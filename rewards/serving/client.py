@@ -47,7 +47,7 @@ class NoServer(RetryableError):
 
 @dataclass(frozen=True)
 class _Stated:
-    """What a server states of the reward: its frames, whether it is costly, whether sources may be tensors, the columns that it reads."""
+    """A server's facts about the reward: its frames, whether it is costly, whether sources may be tensors, the columns that it reads."""
 
     frames: Any
     costly: bool

@@ -352,7 +352,7 @@ def serve_parent() -> None:
     It exits when its standard input is closed.
     """
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the reward prints must not be read as an answer
+    os.dup2(2, 1)  # else a print of the reward would be read as an answer
     request = json.loads(sys.stdin.readline())
     exit_with_parent(sys.stdin.fileno())
     if request["gpu"] is not None and torch.cuda.is_available():

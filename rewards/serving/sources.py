@@ -28,13 +28,13 @@ def pack_sources(sources: list[list[Image.Image]]) -> dict[str, list]:
 
 
 def as_tensors(packed: dict[str, list]) -> tuple[dict[str, list], dict[str, Tensor]]:
-    """What `pack_sources` made with names in place of its files, and the files by these names."""
+    """The output of `pack_sources` with names in place of its files, and the files by these names."""
     tensors = {f"source_{i}": torch.frombuffer(bytearray(f), dtype=torch.uint8) for i, f in enumerate(packed["files"])}
     return {**packed, "files": list(tensors)}, tensors
 
 
 def as_text(packed: dict[str, list]) -> dict[str, list]:
-    """What `pack_sources` made with its files in base64."""
+    """The output of `pack_sources` with its files in base64."""
     return {**packed, "files": [base64.b64encode(file).decode() for file in packed["files"]]}
 
 

@@ -72,7 +72,7 @@ class Isolated(Remote):
         metadata: dict[str, list],
         group: list[int] | None = None,
     ) -> Tensor:
-        """As of `Remote`. FlowGRPOError if the process hangs, has ended, or reports that the reward failed."""
+        """Like `Remote`'s. FlowGRPOError if the process hangs, has ended, or reports that the reward failed."""
         if self.process is None:
             self._start()
         try:

@@ -72,7 +72,7 @@ class Scene:
 
     @property
     def category(self) -> str:
-        """Which of `CATEGORIES` the prompt is, in the manner of GenEval (arXiv 2310.11513)."""
+        """The prompt's category, one of `CATEGORIES`, in the manner of GenEval (arXiv 2310.11513)."""
         first = self.groups[0]
         if len(self.groups) == 1:
             return "counting" if first.count > 1 else "colours" if first.color else "single"

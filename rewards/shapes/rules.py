@@ -229,7 +229,7 @@ def _notches(contour: np.ndarray, side: float) -> int:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Which requirements of a prompt an image meets, each with a name."""
+    """The requirements of a prompt by name, and whether an image meets each."""
 
     met: dict[str, bool]
 
@@ -245,7 +245,7 @@ class Requirements:
 
 
 def check_scene(scene: Scene, found: Sequence[DetectedShape]) -> Requirements:
-    """What an image with these shapes meets of a scene, with the assignment of shapes that meets most.
+    """The requirements of a scene that an image with these shapes meets, with the assignment of shapes that meets most.
 
     Each shape that is asked for has to be there, in its colour and size if they are named; the relation has to hold for every pair; and
     nothing else may be there.
