@@ -19,7 +19,7 @@ from flow_grpo.rewards.calls import check_inputs
 from flow_grpo.rewards.networks import with_index
 from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, checked_frames, signature, with_attributes_of
 from flow_grpo.rewards.scoring import Reward
-from flow_grpo.rewards.user_code import UserCodeError, guarded
+from flow_grpo.rewards.user_code import KNOWN, UserCodeError, guarded
 
 REGISTRY = {
     "ocr": "flow_grpo.rewards.ocr:OCR",
@@ -78,7 +78,8 @@ def load(
     if python is not None and not isolate:
         raise FlowGRPOError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
     if remote is not None:
-        return with_frames(name, load("remote", **{"urls": remote, "reward": name, **options}), frames)
+        client = _built(f"reward {name}", "remote", {"urls": remote, "reward": name, **options})
+        return with_frames(name, client, frames)
     if "device" in options:
         options["device"] = with_index(options["device"])
     if isolate:
@@ -86,15 +87,21 @@ def load(
 
         timeout_option = {"timeout": options.pop("timeout")} if "timeout" in options else {}
         return with_frames(name, Isolated(name, options, python, **timeout_option), frames)
+    reward = _built(f"reward {name}", name, options)
+    return reward if frames is None else Framed(reward, frames)
+
+
+def _built(title: str, name: str, options: dict[str, Any]) -> Reward:
+    """A reward with its options. `title` is its name in error messages."""
     target = check_options(name, **options)
     if inspect.isclass(target):
-        with guarded(f"reward {name}", lambda kind: f"reward {name} could not be built: {kind}"):
+        with guarded(title, lambda kind: f"{title} could not be built{'' if kind == KNOWN else f': {kind}'}"):
             reward = target(**options)
     else:
         reward = _with_options(target, options)
     if not callable(reward):
-        raise FlowGRPOError(f"reward {name} is not callable: it must be `reward(images, prompts, **metadata)`.")
-    return reward if frames is None else Framed(reward, frames)
+        raise FlowGRPOError(f"{title} is not callable: it must be `reward(images, prompts, **metadata)`.")
+    return reward
 
 
 def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:

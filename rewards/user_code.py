@@ -30,6 +30,7 @@ from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable: print full tracebacks
+KNOWN = "an error"  # the name of a FlowGRPOError in a sentence: its text is a sentence already
 LONGEST_LINE = 120  # characters of a source line that are shown
 LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not the user's
 OWN_PACKAGES = {"rewards", "flow_grpo"}
@@ -85,7 +86,7 @@ def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
 
     Args:
         name: what the code is, for example "reward redness".
-        sentence: returns the beginning of the error message, given the name of the exception's class.
+        sentence: returns the beginning of the error message, given the name of the exception's class, or `KNOWN`.
 
     Raises:
         UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C. It is a UserCodeMemoryError if memory ran out.
@@ -109,7 +110,7 @@ def one_sentence(sentence: Callable[[str], str]) -> Iterator[None]:
             traceback.print_exception(error)
         reason = _text(error)
         kind = UserCodeMemoryError if isinstance(error, torch.OutOfMemoryError) else UserCodeError
-        name = "an error" if isinstance(error, FlowGRPOError) else type(error).__name__
+        name = KNOWN if isinstance(error, FlowGRPOError) else type(error).__name__
         raise kind(f"{sentence(name)}: {reason}{_location(error)}") from error
 
 

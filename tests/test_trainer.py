@@ -900,7 +900,7 @@ def test_a_run_goes_on_in_the_dtype_in_which_it_began(tmp_path, monkeypatch, cap
     monkeypatch.setattr(setup, "bf16_speedup", lambda: 4.0)
     assert run(1, resume=False) == torch.bfloat16
     output = " ".join(capsys.readouterr().out.split())
-    assert "tiny on cpu in bfloat16 (4.0 times as fast as float32 at a layer here): 1 step" in output
+    assert " on cpu in bfloat16 (4.0 times as fast as float32 at a layer here): 1 step" in output
     monkeypatch.setattr(devices, "bf16_speedup", lambda: 0.5)
     assert run(2, resume=True) == torch.bfloat16, "another machine"
     (tmp_path / "run" / "machine.json").write_text('{"dtype": "float12"}')

@@ -289,7 +289,9 @@ class Objective(ConfigSection):
 
         if not is_custom(name) and name not in ADVANTAGES:
             close = suggest(name, list(ADVANTAGES))
-            raise FlowGRPOError(f"there is no advantage {name}.{close} Choose one of {', '.join(ADVANTAGES)}.")
+            raise FlowGRPOError(
+                f"objective.advantage: there is no advantage {name!r}.{close} Choose one of {', '.join(ADVANTAGES)}."
+            )
         return name
 
     @model_validator(mode="after")

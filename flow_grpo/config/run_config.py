@@ -236,21 +236,29 @@ def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
         return f"there is no setting {unknown}.{_did_you_mean(parts, config)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    return f"{setting} is {first['input']!r}, but {_expected(first, parts)}."
+    return f"{setting} is {first['input']!r}, but {_expected(first, parts, config)}."
 
 
-def _expected(error: ErrorDetails, location: list[str]) -> str:
+def _expected(error: ErrorDetails, location: list[str], config: type[ConfigSection]) -> str:
     """The values that a setting may have, as the end of a sentence."""
     if error["type"] in NUMBERS:
         return f"it should be {NUMBERS[error['type']]}"
     if error["type"] == "model_type" and location[-2:-1] == ["rewards"]:
         return "it should be a weight such as 0.5, or {weight: 0.5, options: {...}}"
     if error["type"] == "model_type":
-        return "it should be a section of settings, {setting: value}"
+        return "it should be a section of settings, {setting: value}" + (
+            ", or null" if _may_be_null(location, config) else ""
+        )
     if error["type"] == "dict_type" and location[-1] == "rewards":
         name = error["input"] if isinstance(error["input"], str) else "ocr"
         return f"it should have weights: write {{{name}: 1.0}}"
     return error["msg"].replace("Input should", "it should")
+
+
+def _may_be_null(location: list[str], config: type[ConfigSection]) -> bool:
+    """Whether the setting of the config itself may be null, as `lora`."""
+    field = config.model_fields.get(location[0])
+    return len(location) == 1 and field is not None and type(None) in get_args(field.annotation)
 
 
 def _did_you_mean(location: list[str], config: type[ConfigSection]) -> str:

@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
@@ -102,13 +102,10 @@ class Peers:
         if LAUNCHER in os.environ:  # the launcher names the rank that died first, which takes it a moment
             time.sleep(1)
             return PeerLost("another process of the run is gone.")
-        with suppress(ValueError):  # not the main thread
-            signal.signal(
-                signal.SIGTERM, signal.SIG_IGN
-            )  # the launcher ends all processes of a node when one fails, and waits 30 s
-        deadline = time.monotonic() + 2 * SOON
-        while self.end is None and time.monotonic() < deadline:
-            time.sleep(0.1)
+        with _sigterm_ignored():  # the launcher ends all processes of a node when one fails, and waits 30 s
+            deadline = time.monotonic() + 2 * SOON
+            while self.end is None and time.monotonic() < deadline:
+                time.sleep(0.1)
         return PeerLost(self._sentence(), is_spokesman=self._speaks())
 
     def raise_end(self) -> None:
@@ -203,6 +200,19 @@ class Peers:
         if self._speaks():
             print(f"error: {self._sentence()}", file=sys.stderr, flush=True)
         _exit(PEER_LOST)
+
+
+@contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """Ignore SIGTERM, if this is the main thread; the handler before is set again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def meet(rank: int, world_size: int) -> Peers:

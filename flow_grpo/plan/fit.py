@@ -43,6 +43,7 @@ SETTINGS = (
     "optimizer.name=adamw_8bit",
 )
 SMALLER_WEIGHTS = ("memory.quantize=nf4", "memory.offload=groups")
+DAY = 24 * 3600  # seconds
 LEAST = 0.01  # share of the peak that a setting must save to be named, unless the run fits with it
 
 
@@ -229,10 +230,10 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     seconds = estimate.seconds(rates[estimator.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
     how = rates[estimator.dtype].how
     _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
-    _say(
-        console,
-        f"the run, without rewards: {run_time(estimator, machine, rates[estimator.dtype], largest, num_held_out(args))}",
-    )
+    whole = run_time(estimator, machine, rates[estimator.dtype], largest, num_held_out(args))
+    _say(console, f"the run, without rewards: {whole}")
+    if whole.seconds > DAY:
+        _say(console, "a shorter run: the time is in proportion to steps, prompts_per_step and images_per_prompt")
     if slower := slower_dtype(rates, estimator.dtype):
         _say(console, slower)
     _say(console, f"largest microbatch: {largest}; of those that divide: {largest_sizes.microbatch}")

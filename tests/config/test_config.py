@@ -211,7 +211,7 @@ def test_overrides_reach_into_sections():
             "objective.name=dppo objective.transition=cps objective.clip_low=0.1",
             "objective dppo does not use clip_low; grpo",
         ),
-        ("objective.advantage=rlo", "there is no advantage rlo. Did you mean rloo?"),
+        ("objective.advantage=rlo", "objective.advantage: there is no advantage 'rlo'. Did you mean rloo?"),
         ("objective.kl=gaussian", "set objective.kl=velocity"),
         ("objective.clip_low=auto updates=2", "for grpo, grpo_guard, ppo, not awm"),
         (

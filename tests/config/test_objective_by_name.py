@@ -63,7 +63,7 @@ def test_stages_choose_an_objective_by_one_word():
     ("setting", "sentence"),
     [
         ({"prompts": 3}, r"^prompts is 3, but it should be"),
-        ({"lora": 8}, r"^lora is 8, but it should be a section of settings, \{setting: value\}\.$"),
+        ({"lora": 8}, r"^lora is 8, but it should be a section of settings, \{setting: value\}, or null\.$"),
         ({"evaluation": [1]}, r"^evaluation is \[1\], but it should be a section of settings"),
         ({"objective": 5}, r"^objective is 5, but it should be"),
         ({"objective": "grpoo"}, r"there is no objective grpoo"),

@@ -1,5 +1,6 @@
 """Peers in one process: they meet at a store, see each other's signs of life, and end together."""
 
+import signal
 import socket
 import sys
 import time
@@ -75,8 +76,10 @@ def test_an_error_of_one_ends_the_others_with_its_sentence(port):
     first, other = meet_all(2)
     other.tell(ValueError("no paper"))
     until(lambda: first.end)
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(PeerLost, match=f"rank 1 of 2 on {socket.gethostname()} ended the run: no paper") as lost:
         first.raise_end()
+    assert signal.getsignal(signal.SIGTERM) == before, "it is ignored during the wait alone"
     assert not lost.value.is_spokesman, "the failed rank prints it on this host"
     other.raise_end()  # its own error is raised already
 

@@ -694,6 +694,13 @@ def test_a_request_ends_in_its_time_whatever_the_server_does(monkeypatch, what):
         good.close()
 
 
+def test_a_reward_without_a_server_has_its_own_name_in_the_error():
+    with socket.create_server(("127.0.0.1", 0)) as socket_of_port:
+        url = f"http://127.0.0.1:{socket_of_port.getsockname()[1]}"
+    with pytest.raises(FlowGRPOError, match=r"^reward bold could not be built: no server for the reward bold answers: "):
+        rewards.load("bold", remote=url, attempts=1)
+
+
 def test_ctrl_c_ends_a_command_that_waits_for_a_server(tmp_path):
     class Silent(Scripted):
         def answer(self, path: str, body: bytes) -> tuple[int, dict]:
@@ -944,7 +951,7 @@ def test_an_isolated_reward_that_hangs_is_killed_with_its_process_and_one_that_e
 def test_where_a_reward_runs_is_one_place():
     for setting, words in (
         ("{remote: 'http://x', isolate: true}", "set one of `remote` and `isolate`"),
-        ("{python: /usr/bin/python3}", "set isolate=true as well"),
+        ("{python: /usr/bin/python3}", "set isolate=/usr/bin/python3"),
     ):
         with pytest.raises(ValueError, match=words):
             FlowGRPOConfig.from_yaml("tiny_ocr", [f"rewards={{ocr: {setting}}}"])

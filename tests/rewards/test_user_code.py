@@ -87,7 +87,7 @@ def test_a_reward_that_exits_stops_a_run_with_an_error(folder, reward, sentence)
     [
         (("train", "short.yaml", "rewards={at_import.py:reward: 1}", "--dry-run"), 2),
         (("plan", "short.yaml", "rewards={exits.py:at_call: 1}"), 2),
-        (("doctor", "short.yaml", "rewards={exits.py:at_call: 1}", "evaluation.prompts=null"), 1),
+        (("doctor", "short.yaml", "rewards={exits.py:at_call: 1}", "evaluation.prompts=null"), 2),
         (("doctor", "short.yaml", "rewards={exits.py:AtBuild: 1}"), 2),
         (("rewards", "info", "at_import.py:reward"), 2),
         (("rewards", "test", "exits.py:at_once", "--images", "images", "--prompts", "prompts.txt"), 2),
