@@ -288,15 +288,6 @@ class MemoryConfig(ConfigSection):
     vae_tiling: bool = False
     """Decodes large images in tiles; seams can be visible."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _within(cls, values: Any) -> Any:
-        """0.4 has `shard_within: node` beside `shard`."""
-        if not isinstance(values, dict) or "shard_within" not in values:
-            return values
-        others = {key: value for key, value in values.items() if key != "shard_within"}
-        return {**others, "shard": "hsdp"} if values["shard_within"] == "node" else others
-
     @field_validator("shard", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:

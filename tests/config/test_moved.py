@@ -104,13 +104,6 @@ def test_an_own_function_in_place_of_a_forward_process_objective_is_of_its_famil
     assert FlowGRPOConfig.from_yaml("tiny_ocr", [*pairs, "objective.family=stepwise"]).objective.stepwise
 
 
-def test_the_shards_of_a_machine_are_a_kind_of_shards():
-    old = FlowGRPOConfig(memory={"shard": "fsdp2", "shard_within": "node"})
-    assert old == FlowGRPOConfig(memory={"shard": "hsdp"})
-    assert FlowGRPOConfig(memory={"shard": True, "shard_within": None}) == FlowGRPOConfig(memory={"shard": "fsdp2"})
-    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["memory.shard=true", "memory.shard_within=node"]).memory.shard == "hsdp"
-
-
 def test_the_interpreter_of_a_reward_is_how_it_is_isolated():
     old = FlowGRPOConfig(rewards={"ocr": {"isolate": True, "python": "/env/bin/python"}})
     assert old == FlowGRPOConfig(rewards={"ocr": {"isolate": "/env/bin/python"}})
