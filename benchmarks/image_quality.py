@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 from PIL import Image, ImageFilter
-from shapes_sheet import policy
+from shapes_sheet import images, policy
 
 from flow_grpo import FlowGRPOConfig, rewards
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.rewards import score
 from flow_grpo.rewards.images import to_pil
 from flow_grpo.tiny.shapes.pretrain import tensor_of
@@ -62,13 +61,13 @@ def main() -> None:
     reward = rewards.load(f"{REWARD}:sharp", isolate=True, python=given.python)
     args = FlowGRPOConfig.from_yaml("tiny_shapes")
     prompts = load_prompts(args.evaluation.prompts).prompts
-    texts, seeds = [str(prompt) for prompt in prompts], [image_seed(args.evaluation.seed, i, 0) for i in range(len(prompts))]
+    texts = [str(prompt) for prompt in prompts]
 
     def drawn(lora: Path | None) -> list[Image.Image]:
-        return to_pil(generate_images(policy(args, lora), prompts, seeds, args.evaluation.steps))
+        return to_pil(images(policy(args, lora), prompts, args))
 
-    def brisque(images: list[Image.Image]) -> torch.Tensor:
-        return -score("BRISQUE", reward, tensor_of(images) / 2 + 0.5, texts)
+    def brisque(pictures: list[Image.Image]) -> torch.Tensor:
+        return -score("BRISQUE", reward, tensor_of(pictures) / 2 + 0.5, texts)
 
     before = drawn(None)
     clean = brisque(before)

@@ -156,7 +156,7 @@ def exit_on_error() -> Iterator[None]:
     except (FlowGRPOError, OSError) as error:
         if not isinstance(error, FlowGRPOError) and error.filename is None:
             raise
-        if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # printed already
+        if os.environ.get(TRACEBACK) and not type(error).__name__.startswith("UserCode"):  # `guarded` prints theirs
             traceback.print_exception(error)
         fail(
             str(error), is_shared=getattr(error, "is_shared", False), status=TEMPORARY if is_retryable(error) else USER_ERROR
