@@ -1,11 +1,9 @@
 """Ideas of papers that are not in the package, each as a patch of it, against the config without it, on both embedded worlds.
 
     python benchmarks/ideas.py --seeds 5
-    python benchmarks/ideas.py --seeds 3 --range
 
-The first command trains. `--range` trains on the gradient of `clip` until the reward is hacked, and draws the held-out signs with the LoRA
-at the noisy sampling steps alone. Finished runs are kept, so the same command goes on; `--done` shows what there is. Values are means
-over the seeds, the lowest and the highest in brackets; they depend on no time, so other work may run beside it.
+Finished runs are kept, so the same command goes on; `--done` shows what there is. Values are means over the seeds, the lowest and the
+highest in brackets; they depend on no time, so other work may run beside it.
 """
 
 import argparse
@@ -24,7 +22,6 @@ from anchors import cell
 from torch import Tensor
 
 from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer, sampling, trainer
-from flow_grpo.evaluation import generate
 from flow_grpo.objectives import Loss
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training import losses
@@ -223,65 +220,13 @@ def folder_of(out: Path, config: str, idea: str, seed: int) -> Path:
     return out / f"{config}_{''.join(c if c.isalnum() else '_' for c in idea)}_seed{seed}"
 
 
-# -- a LoRA at the noisy steps alone ----------------------------------------------------------------------------------
-
-RANGES = {"at all steps": 0.0, "above 0.3": 0.3, "above 0.5": 0.5, "above 0.7": 0.7, "the base model": 2.0}
-HACKED = ["objective.kl_weight=0", "objective.smoothing=0", "optimizer.lr=2.4e-3", "evaluation.every=40", "steps=40"]
-
-
-def measured_by_range(out: Path, seed: int) -> dict[str, dict[str, float]]:
-    """Held-out measures of a LoRA that hacks `clip`, by the noise levels above which it is on."""
-    folder, file = out / f"hacked_seed{seed}", out / f"range_seed{seed}.json"
-    if not file.is_file():
-        settings = [*HACKED, f"seed={seed}", "trackers=[]", "dtype=fp32", f"output_dir={folder}"]
-        args = FlowGRPOConfig.from_yaml("compare/flowbp", settings)
-        if not (folder / "lora").is_dir():
-            FlowGRPOTrainer(args=args).train(resume="auto")
-        values = {}
-        for title, low in RANGES.items():
-            start = f"lora.init_from={folder / 'lora'}"
-            run = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("compare/flowbp", [*settings, start]))
-            with above(run, low):
-                values[title] = run.evaluate().means()
-        file.write_text(json.dumps(values))
-    return json.loads(file.read_text())
-
-
-@contextmanager
-def above(run: FlowGRPOTrainer, low: float) -> Iterator[None]:
-    """The LoRA is on at noise levels above `low` alone, in evaluations."""
-    plain = generate.interruptible
-
-    def ranged(velocity: Callable[[Tensor, int], Tensor], should_stop: Any) -> Callable[[Tensor, int], Tensor]:
-        sigmas = run.policy.schedule(run.args.evaluation.steps)[0].sigmas
-
-        def at(x: Tensor, i: int) -> Tensor:
-            if sigmas[i] > low:
-                return velocity(x, i)
-            with run.policy.base_model():
-                return velocity(x, i)
-
-        return plain(at, should_stop)
-
-    with mock.patch.object(generate, "interruptible", ranged):
-        yield
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("runs/ideas"))
-    parser.add_argument("--range", action="store_true")
     parser.add_argument("--done", action="store_true")
     args = parser.parse_args()
     out = args.out.resolve()
-    if args.range:
-        by_seed = [measured_by_range(out, seed) for seed in range(args.seeds)]
-        names = ("clip", "ocr_exact")
-        print(f"| LoRA | {' | '.join(f'`{name}`' for name in names)} |\n|---|---|---|")
-        for title in RANGES:
-            print(f"| {title} | {' | '.join(cell([values[title][name] for values in by_seed]) for name in names)} |")
-        return
     for config in WORLDS:
         for seed in range(0 if args.done else args.seeds):
             for idea in IDEAS:
