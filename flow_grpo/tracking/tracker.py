@@ -343,7 +343,7 @@ def plot_curves(folder: Path) -> Path | None:
     below.set_ylim(bottom=0)
     below.set_xlabel("training step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    above.legend(frameon=False, loc="lower right")
+    above.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, which may be anywhere
     save_figure(figure, folder / layout.CURVES)
     return folder / layout.CURVES
 
