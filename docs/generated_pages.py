@@ -68,7 +68,10 @@ def with_formulas(markdown: str) -> str:
     def inline(match: re.Match[str]) -> str:
         return f"<span>{convert(match[1])}</span>"  # Markdown ends the paragraph at a line that begins with <math>
 
-    markdown = re.sub(r"\$\$(.+?)\$\$", lambda match: convert(match[1], display="block"), markdown, flags=re.DOTALL)
+    def formula(match: re.Match[str]) -> str:
+        return f'<div class="formula">{convert(match[1], display="block")}</div>'
+
+    markdown = re.sub(r"\$\$(.+?)\$\$", formula, markdown, flags=re.DOTALL)
     return re.sub(r"\$([^$\n]+)\$", inline, markdown)
 
 

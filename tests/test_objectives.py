@@ -9,7 +9,7 @@ from support.method_names import ON_FINAL_LATENTS, STOCHASTIC
 
 from flow_grpo import objectives, sde
 from flow_grpo.advantages import group_advantages
-from flow_grpo.types import NoisedImage, TrainedStep
+from flow_grpo.types import GradientState, NoisedImage, TrainedStep
 
 
 def transitions(n=24, moved=0.05, std=0.7, delta=-0.1):
@@ -646,3 +646,26 @@ def test_the_gradient_of_forward_objectives_is_the_finite_difference(name):
     up, down = (float(by_hand(image, image.v.detach() + one * direction).sum()) for one in (h, -h))
     assert abs(slope) > 1e-3
     assert slope == pytest.approx((up - down) / (2 * h), rel=1e-7)
+
+
+def test_the_losses_at_the_states_of_a_reward_gradient_are_their_formulas():
+    gradient, v, target, away, v_old = torch.randn(5, 6, 4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    state = GradientState(v, gradient, -0.3, target, away, v_old)
+    by_row = [-(-0.3) * (gradient[i] * v[i]).sum() / 12 for i in range(6)]
+    torch.testing.assert_close(objectives.reward_gradient(state).value, torch.stack(by_row))
+    weight = torch.rand(6, dtype=torch.float64)
+    by_row = [weight[i] * 0.09 * ((v[i] - target[i]) ** 2).sum() / 12 for i in range(6)]
+    torch.testing.assert_close(objectives.mend(state, weight).value, torch.stack(by_row))
+    advantage = torch.tensor([-9.0, -2.0, 0.0, 1.0, 4.0, 7.0], dtype=torch.float64)
+    share = torch.tensor([0.0, 0.3, 0.5, 0.6, 0.9, 1.0], dtype=torch.float64)
+
+    def weighted(distance):
+        return (distance**2).sum() / distance.abs().sum()
+
+    up, down = (
+        torch.stack([weighted(0.3 * (each[i] - end[i])) for i in range(6)]) for each, end in ((v, target), (2 * v_old - v, away))
+    )
+    loss = objectives.opsd(state, advantage)
+    torch.testing.assert_close(loss.value, 5 * (share * up + (1 - share) * down))
+    torch.testing.assert_close(loss.metrics["opsd/positive"], up)
+    torch.testing.assert_close(loss.metrics["opsd/negative"], down)
