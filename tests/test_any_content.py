@@ -143,11 +143,10 @@ def shown(tmp_path_factory):
 def read_and_show(folder, out):
     """The report and the gallery of a model card, and the monitor's history as a resumed run reads it."""
     evaluations = read_all(folder, layout.EVALUATION)
-    for size in ("", "8x8"):
-        history = hacking.read_history(evaluations, size)
-        for count in range(1, len(history) + 1):
-            hacking.warnings(history[:count])
-            hacking.metrics(history[:count], size)
+    history = hacking.read_history(evaluations)
+    for count in range(1, len(history) + 1):
+        hacking.warnings(history[:count])
+        hacking.metrics(history[:count])
     try:
         page.write([folder], out / "report.html")
         model_card.gallery(out, RunReader(folder))
@@ -173,7 +172,7 @@ def test_what_a_run_writes_of_its_pictures_is_not_passed_over(shown):
     assert [e["step"] for e in run.evaluations] == [0, 1, 2]
     assert [g["step"] for g in run.groups] == [1, 2]
     assert run.machine["device"] == "A CPU"
-    assert len(hacking.read_history(run.evaluations, "8x8")) == 3
+    assert run.evaluations[-1]["sizes"].keys() == {"8x8"}
 
 
 ODD = (["a"], "x", 3, None, {"a": ["b"]})

@@ -649,9 +649,11 @@ def test_the_gradient_of_forward_objectives_is_the_finite_difference(name):
 
 
 def test_the_losses_at_the_states_of_a_reward_gradient_are_their_formulas():
-    gradient, v, target, away, v_old = torch.randn(5, 6, 4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    gradient, v, target, away, v_old = torch.randn(
+        5, 6, 4, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
     state = GradientState(v, gradient, -0.3, target, away, v_old)
-    by_row = [-(-0.3) * (gradient[i] * v[i]).sum() / 12 for i in range(6)]
+    by_row = [0.3 * (gradient[i] * v[i]).sum() / 12 for i in range(6)]
     torch.testing.assert_close(objectives.reward_gradient(state).value, torch.stack(by_row))
     weight = torch.rand(6, dtype=torch.float64)
     by_row = [weight[i] * 0.09 * ((v[i] - target[i]) ** 2).sum() / 12 for i in range(6)]
@@ -663,7 +665,8 @@ def test_the_losses_at_the_states_of_a_reward_gradient_are_their_formulas():
         return (distance**2).sum() / distance.abs().sum()
 
     up, down = (
-        torch.stack([weighted(0.3 * (each[i] - end[i])) for i in range(6)]) for each, end in ((v, target), (2 * v_old - v, away))
+        torch.stack([weighted(0.3 * (each[i] - end[i])) for i in range(6)])
+        for each, end in ((v, target), (2 * v_old - v, away))
     )
     loss = objectives.opsd(state, advantage)
     torch.testing.assert_close(loss.value, 5 * (share * up + (1 - share) * down))

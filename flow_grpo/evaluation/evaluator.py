@@ -101,14 +101,14 @@ class Evaluator:
         started = time.perf_counter()
         evaluation = self.evaluate(microbatch)
         seconds = time.perf_counter() - started
-        histories = self._record(step, evaluation) if self.recorder else {}
-        if self.processes.all_gather(bool(histories) and hacking.best_step(histories[""]) == step)[0]:
+        history = self._record(step, evaluation) if self.recorder else []
+        if self.processes.all_gather(bool(history) and hacking.best_step(history) == step)[0]:
             save_best()  # before the metrics name it
         warnings = self.processes.gather_or_raise(
             lambda: self._reward_warnings(step, evaluation), (FlowGRPOError, Interrupted)
         )[0]
         if self.recorder:
-            self._log(step, evaluation, histories, seconds, tracker)
+            self._log(step, evaluation, history, seconds, tracker)
             for warning in warnings:
                 tracker.warn(step, warning)
 
@@ -140,8 +140,8 @@ class Evaluator:
             size = int((group == group[0]).sum())
             self.recorder.samples.save_groups(step, [[found[key] for key in keys] for keys in shown], size)
 
-    def _record(self, step: int, evaluation: Evaluation) -> dict[str, list[hacking.EvaluationRecord]]:
-        """Keep an evaluation. Returns the run's evaluations by size; the key "" is the evaluation's own size."""
+    def _record(self, step: int, evaluation: Evaluation) -> list[hacking.EvaluationRecord]:
+        """Keep an evaluation. Returns the run's evaluations."""
         assert self.recorder
         assert self.prompts
         trained = {name: weight for name, weight in self.rewards.weights.items() if weight}
@@ -158,7 +158,7 @@ class Evaluator:
         self,
         step: int,
         evaluation: Evaluation,
-        histories: dict[str, list[hacking.EvaluationRecord]],
+        history: list[hacking.EvaluationRecord],
         seconds: float,
         tracker: Tracker,
     ) -> None:
@@ -168,16 +168,13 @@ class Evaluator:
             f"reward/{name}": evaluation.values["reward"][rows].nanmean().item()
             for name, rows in rows_by_set(self.prompts.metadata).items()
         }
-        more = {name: value for size, history in histories.items() for name, value in hacking.metrics(history, size).items()}
-        more["time/evaluation"] = seconds
+        more = {**hacking.metrics(history), "time/evaluation": seconds}
         tracker.log_evaluation(
             step, {**evaluation.means(), **by_set}, more, self.recorder.samples.preview_images(step, self.prompts.prompts)
         )
-        best = hacking.best_step(histories[""]) if self.recorder.has_best_weights else None
-        for size, history in histories.items():
-            for name, sentence in hacking.warnings(history, best).items():
-                where = ("", name) if not size else (f"at {size} pixels, ", f"{name}@{size}")
-                tracker.warn(step, where[0] + sentence, fallen=where[1])
+        best = hacking.best_step(history) if self.recorder.has_best_weights else None
+        for name, sentence in hacking.warnings(history, best).items():
+            tracker.warn(step, sentence, fallen=name)
 
 
 class EvaluationRecorder:
@@ -198,8 +195,8 @@ class EvaluationRecorder:
 
     def save(
         self, step: int, evaluation: Evaluation, prompts: list[str], weights: dict[str, float]
-    ) -> dict[str, list[hacking.EvaluationRecord]]:
-        """Keep an evaluation and its images; returns all evaluations so far, by further size, and those of its own as "".
+    ) -> list[hacking.EvaluationRecord]:
+        """Keep an evaluation and its images; returns all evaluations so far.
 
         Args:
             prompts: the held-out ones.
@@ -211,7 +208,7 @@ class EvaluationRecorder:
         if step in (0, self.last_step):
             first = prompts[:NUM_PREVIEWS]
             save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.model)
-        return {size: hacking.read_history(kept, size) for size in ("",)}
+        return hacking.read_history(kept)
 
 
 def save_before_after(

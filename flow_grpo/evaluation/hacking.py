@@ -20,9 +20,9 @@ of that, n = 20, whose sum over all k is 1; and of that, the first evaluation ge
 independent. Where nothing has changed, the two evaluations can change places, so that the differences are symmetric, for which the
 t-test keeps its level also far out and for shares and skewed rewards. The tests count false alarms in simulated runs.
 
-The best evaluation is the one with the largest mean over the rewards that are not trained on, each as its change since the first
-evaluation relative to its size there. Without such rewards, or if the first evaluation has no values of them, it is the evaluation
-with the largest trained reward.
+The best evaluation is, of those without a warning, the one with the largest mean over the rewards that are not trained on, each as
+its change since the first evaluation relative to its size there. Without such rewards, or if the first evaluation has no values of
+them, it is the one with the largest trained reward.
 """
 
 import math
@@ -35,7 +35,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR, finite_mean, paired_difference, paired_fall
-from flow_grpo.run_folder.metrics_file import metric_name, metric_size
+from flow_grpo.run_folder.metrics_file import metric_size
 
 FALSE_ALARMS = 0.05  # the largest chance of a warning in a run in which no metric falls
 HALF_SPENT = 20  # comparisons of evaluations after which half of that chance is spent
@@ -72,25 +72,16 @@ class Drop(NamedTuple):
     risen: str  # the reward that rose
 
 
-def read_history(evaluations: list[dict[str, Any]], size: str = "") -> list[EvaluationRecord]:
-    """The records of all evaluations so far, from their evaluation.json.
-
-    Args:
-        size: a further size, HEIGHTxWIDTH; evaluations without it are left out.
-    """
+def read_history(evaluations: list[dict[str, Any]]) -> list[EvaluationRecord]:
+    """The records of all evaluations so far, from their evaluation.json."""
     records = []
     for e in evaluations:
-        if size and size not in e.get("sizes", {}):
-            continue
-        of_size = {metric_name(name): values for name, values in e["values"].items() if metric_size(name) == size}
-        untrained_rewards = {
-            name: values for name, values in of_size.items() if name != "reward" and name not in e["trained"]
-        }
-        images = e["sizes"][size] if size else e
-        image_metrics = {HIGH_FREQUENCY_POWER: images["high_frequency_power"], DIVERSITY: images.get("diversity", [])}
+        values = {name: of_name for name, of_name in e["values"].items() if not metric_size(name)}  # 0.4 had further sizes
+        untrained_rewards = {name: v for name, v in values.items() if name != "reward" and name not in e["trained"]}
+        image_metrics = {HIGH_FREQUENCY_POWER: e["high_frequency_power"], DIVERSITY: e.get("diversity", [])}
         weights = e.get("weights", {})  # flow-grpo 0.4 kept none
-        trained_rewards = {name: _signed(of_size[name], weights.get(name, 1.0)) for name in e["trained"] if name in of_size}
-        records.append(EvaluationRecord(e["step"], of_size["reward"], untrained_rewards, image_metrics, trained_rewards))
+        trained_rewards = {name: _signed(values[name], weights.get(name, 1.0)) for name in e["trained"] if name in values}
+        records.append(EvaluationRecord(e["step"], values["reward"], untrained_rewards, image_metrics, trained_rewards))
     return records
 
 
@@ -159,7 +150,7 @@ def _signed(values: Iterable[float], weight: float) -> list[float]:
 
 
 def best_step(history: list[EvaluationRecord]) -> int:
-    """The step of the best evaluation; of equal ones the earliest."""
+    """The step of the best evaluation without a warning, which the first one always is; of equal ones the earliest."""
     first = history[0]
 
     def relative_gain(record: EvaluationRecord) -> float:
@@ -170,7 +161,8 @@ def best_step(history: list[EvaluationRecord]) -> int:
         ]
         return statistics.mean(_relative_gain(now, then) for now, then in pairs or [(record.reward, first.reward)])
 
-    return max(history, key=relative_gain).step
+    places = sorted(range(len(history)), key=lambda i: relative_gain(history[i]), reverse=True)
+    return next(history[i].step for i in places if not detect_drops(history[: i + 1]))
 
 
 def warnings(history: list[EvaluationRecord], best: int | None = None) -> dict[str, str]:
@@ -199,16 +191,14 @@ def limits() -> str:
     )
 
 
-def metrics(history: list[EvaluationRecord], size: str = "") -> dict[str, float]:
-    """The monitor's metrics at the last of these evaluations, which are of that further size."""
+def metrics(history: list[EvaluationRecord]) -> dict[str, float]:
+    """The monitor's metrics at the last of these evaluations."""
     now = history[-1].image_metrics
-    means = {
+    return {
         "monitor/high_frequency_power": finite_mean(now[HIGH_FREQUENCY_POWER]),
         "monitor/diversity": finite_mean(now[DIVERSITY]),
+        "monitor/best_step": float(best_step(history)),
     }
-    if size:
-        return {f"{name}@{size}": mean for name, mean in means.items()}
-    return {**means, "monitor/best_step": float(best_step(history))}
 
 
 def _relative_gain(now: list[float], then: list[float]) -> float:

@@ -1,5 +1,6 @@
 """The output of a run: console messages, metrics.jsonl, the curves, and other tracking services. Nothing else logs."""
 
+import math
 import shlex
 import time
 from collections.abc import Callable
@@ -26,9 +27,8 @@ if TYPE_CHECKING:
 
 LONG = 600.0  # seconds of a run whose time is printed after its first step
 MAX_SILENCE = 20.0  # seconds after which the next training step is printed, even if it is not a tenth one
+TRAINED: dict[str, Any] = {"color": "C0", "linewidth": 1.2}
 MAX_PROMPT = 120  # characters of a prompt that a command is printed with
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -333,27 +333,55 @@ def plot_curves(folder: Path) -> Path | None:
     rows = read_metrics(folder)
     if not any("reward" in row for row in rows):
         return None
-    figure, (above, below) = new_figure(8, 5.5, rows=2, sharex=True, height_ratios=(4, 1))
+    panels = _panels(_curves(rows))
+    ratios = [*(4 if place == 0 else 2 for place in range(len(panels))), 1]
+    figure, axes = new_figure(8, 1.5 + 0.8 * sum(ratios), rows=len(ratios), sharex=True, height_ratios=ratios)
     from matplotlib.ticker import MaxNLocator
 
     title = f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts"
-    above.set_title(title, loc="left", fontsize=10)
-    _plot_rewards(above, below, rows)
+    axes[0].set_title(title, loc="left", fontsize=10)
+    for panel, curves in zip(axes[:-1], panels, strict=True):
+        for curve in curves:
+            panel.plot(*zip(*curve.points, strict=True), **curve.style, label=curve.label)
+        panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, which may be anywhere
+    below = axes[-1]
+    below.plot(*zip(*((row["step"], row.get("reward_std", 0.0)) for row in rows if "reward" in row), strict=True), **TRAINED)
     below.set_ylabel("std within\na group", fontsize=8)
     below.set_ylim(bottom=0)
     below.set_xlabel("training step")
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    above.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, which may be anywhere
     save_figure(figure, folder / layout.CURVES)
     return folder / layout.CURVES
 
 
-def _plot_rewards(above: "Axes", below: "Axes", rows: list[dict]) -> None:
-    train = [row for row in rows if "reward" in row]
-    steps = [row["step"] for row in train]
-    above.plot(steps, [row["reward"] for row in train], color="C0", linewidth=1.2, label="reward in training")
-    below.plot(steps, [row.get("reward_std", 0.0) for row in train], color="C0", linewidth=1.2)
+@dataclass(frozen=True)
+class _Curve:
+    label: str
+    points: list[tuple[int, float]]
+    style: dict[str, Any]
+
+    @property
+    def size(self) -> float:
+        return max([1.0, *(abs(value) for _, value in self.points if math.isfinite(value))])
+
+
+def _curves(rows: list[dict]) -> list[_Curve]:
+    """The reward in training, and each measure of held-out prompts."""
+    curves = [_Curve("reward in training", [(row["step"], row["reward"]) for row in rows if "reward" in row], TRAINED)]
     names = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and key != "eval/reward")
     for i, name in enumerate(names):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        above.plot(*zip(*points, strict=True), marker="o", color=f"C{i + 1}", label=f"held out: {name[5:]}")
+        curves.append(_Curve(f"held out: {name[5:]}", points, {"marker": "o", "color": f"C{i + 1}"}))
+    return curves
+
+
+def _panels(curves: list[_Curve]) -> list[list[_Curve]]:
+    """Curves that share an axis: a measure from 0 to 1 would be a line beside one from 0 to 20. The reward's axis is the first."""
+    panels: list[list[_Curve]] = []
+    for curve in sorted(curves, key=lambda curve: curve.size):
+        if panels and curve.size <= 4 * panels[-1][0].size:
+            panels[-1].append(curve)
+        else:
+            panels.append([curve])
+    in_order = [[curve for curve in curves if curve in panel] for panel in panels]
+    return sorted(in_order, key=lambda panel: curves[0] not in panel)

@@ -191,6 +191,17 @@ def test_the_best_evaluation_is_that_of_the_rewards_that_are_not_trained_on():
     assert hacking.best_step([history[0], reading(10, 0.5, 0.8)]) == 0, "the earliest of equals"
 
 
+def test_an_evaluation_at_which_another_reward_has_fallen_is_not_the_best():
+    def with_color(record: EvaluationRecord, color: float) -> EvaluationRecord:
+        return replace(record, untrained_rewards={**record.untrained_rewards, "color": [color] * len(record.reward)})
+
+    first, second = reading(0, 0.5, 0.5), reading(10, 0.6, 0.6)
+    for color, best in ((0.9, 20), (0.8, 10)):
+        history = [with_color(first, 0.9), with_color(second, 0.9), with_color(reading(20, 0.9, 0.95), color)]
+        assert ("color" in hacking.detect_drops(history)) == (best == 10)
+        assert hacking.best_step(history) == best, "though the mean of clip and color is largest at step 20"
+
+
 def test_a_reward_without_values_at_first_does_not_decide_which_evaluation_is_best():
     history = [reading(0, 0.5, 0.8), reading(10, 0.9, 0.7), reading(20, 0.6, 0.9)]
     nothing = [math.nan] * len(history[0].reward)

@@ -38,6 +38,17 @@ def test_the_curves_have_a_title_and_no_band_above_the_largest_reward(tmp_path, 
     assert {text.get_text() for text in above.get_legend().get_texts()} == {"reward in training", "held out: ocr"}
 
 
+def test_a_measure_from_0_to_1_has_another_axis_than_a_reward_up_to_20(tmp_path, monkeypatch):
+    steps = [{"step": step, "reward": 17.0 + step, "reward_std": 1.0} for step in (1, 2)]
+    evaluations = [{"step": 2, "eval/bold": 18.0, "eval/ocr": 0.9, "eval/clip": float("nan"), "eval/area": 1.5}]
+    first, second, below = figure_of(tmp_path, steps + evaluations, monkeypatch).axes
+    curves = [
+        {text.get_text().removeprefix("held out: ") for text in axes.get_legend().get_texts()} for axes in (first, second)
+    ]
+    assert curves == [{"reward in training", "bold"}, {"ocr", "clip", "area"}]
+    assert heights(below) == [1.0, 1.0]
+
+
 def test_the_curves_have_whole_steps_on_their_axis(tmp_path, monkeypatch):
     for steps in (2, 3, 40):
         figure = figure_of(tmp_path, training(steps), monkeypatch)
