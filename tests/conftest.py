@@ -12,10 +12,11 @@ gc.disable()  # until all tests are collected: half of the time was looking thro
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support.embedded import stir, tiny_policy
+from support.embedded import check_other_models, stir, tiny_policy
 from support.traces import known_operations, known_trace
 
 from flow_grpo.plan import estimate
+from flow_grpo.policy import loading
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import StepMeter
@@ -80,10 +81,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def counted_once() -> Iterator[None]:
-    """The operations of equal models are counted once: a fifth of a short run's time."""
+def known_once() -> Iterator[None]:
+    """The operations of equal models are counted once and their files checked once: a third of a short run's time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepMeter, "_measure", known_operations)
+        patch.setattr(loading, "check_weight_files", check_other_models)
         yield
 
 

@@ -17,7 +17,7 @@ import torch
 import yaml
 from PIL import Image
 from support.cli_process import run
-from support.embedded import short_run
+from support.embedded import short_model, short_run
 from support.families import TINY
 from support.image_families import IMAGE_TINY
 from support.paths import ROOT
@@ -290,7 +290,8 @@ def test_every_metric_that_the_code_names_is_in_the_glossary():
 
 
 def test_the_metrics_of_a_run_are_in_the_glossary(tmp_path):
-    small = ["steps=1", "prompts_per_step=2", "images_per_prompt=2", "evaluation.max_prompts=2"]
+    evaluation = ["evaluation.max_prompts=2", "evaluation.num_images=1", "evaluation.steps=3"]
+    small = [f"model={short_model()}", "steps=1", "prompts_per_step=2", "images_per_prompt=2", *evaluation]
     run("train", "tiny_grpo", *small, cwd=tmp_path)
     (file,) = (tmp_path / "runs").glob("*/metrics.jsonl")
     names = {name for line in file.read_text().splitlines() for name in json.loads(line)}

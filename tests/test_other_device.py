@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.embedded import short_model
 from support.fake_device_runs import on_cpu, on_fake_device
 from torch.utils import backend_registration
 
@@ -25,6 +26,11 @@ pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason=f"torch {torch.__version__} has no device backends in Python",
 )
+
+
+def two_blocks() -> str:
+    """A setting: the embedded model's first and last block. What is sent and waited for is the same for each block between them."""
+    return f"model={short_model()}"
 
 
 def run(script: list[str]) -> str:
@@ -98,14 +104,16 @@ MORE = {
 @pytest.mark.parametrize("name", [*CONFIGS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_steps_are_those_of_the_cpu(tmp_path, name):
     config, overrides = {**CONFIGS, **MORE}[name]
-    assert_alike(*(train(tmp_path / train.__name__, config, *SMALL, *overrides) for train in (on_cpu, on_fake_device)))
+    model = [] if config == "tiny_edit" else [two_blocks()]
+    settings = [*SMALL, *model, *overrides]
+    assert_alike(*(train(tmp_path / train.__name__, config, *settings) for train in (on_cpu, on_fake_device)))
 
 
 @pytest.mark.parametrize("graphs", [REPLAYED, pytest.param("objective.keep_graphs=true", marks=pytest.mark.slow)])
 def test_no_sampling_step_waits_for_the_device(tmp_path, graphs):
     """It waits once for the embeddings of new prompts, once for the images of each micro-batch, and once for the numbers of an update."""
     window = "objective.window={{schedule: all, first_step: 0, last_step: {}}}"
-    settings = [*UNSEEN, FEW_LAYERS, graphs, "rewards={jpeg_size: 1}"]  # which differs in every group
+    settings = [*UNSEEN, two_blocks(), FEW_LAYERS, graphs, "rewards={jpeg_size: 1}"]  # which differs in every group
     few, many = (
         on_fake_device(tmp_path / str(steps), "tiny_grpo", *SMALL, *settings, f"sampling.steps={steps}", window.format(last))
         for steps, last in ((3, 1), (5, 3))
@@ -117,14 +125,14 @@ def test_each_update_of_a_step_waits_once_and_prompts_that_are_known_are_not_wai
     """The gradient's norm is fetched with the losses. The second step has the prompts of the first, as the file has no others."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text('red text "AB" on a white background\nblue text "CD" on a white background\n')
-    settings = [f"prompts={prompts}", "rewards={jpeg_size: 1}", "updates=2", *UNSEEN, FEW_LAYERS]
+    settings = [two_blocks(), f"prompts={prompts}", "rewards={jpeg_size: 1}", "updates=2", *UNSEEN, FEW_LAYERS]
     assert len(on_fake_device(tmp_path / "run", "tiny_ocr", *SMALL, *settings)["waits"]) == 2 + 2
 
 
 def test_the_noise_of_final_latents_is_sent_once_for_all_models_that_see_it(tmp_path):
     """The policy, its slow copy, an average and the base model see the same noised latents."""
     anchors = "[{to: ema, weight: 1, decay: 0.3}, {to: base, weight: 1}]"
-    settings = ["rewards={jpeg_size: 1}", *UNSEEN, FEW_LAYERS]
+    settings = [two_blocks(), "rewards={jpeg_size: 1}", *UNSEEN, FEW_LAYERS]
     one, four = (
         on_fake_device(tmp_path / str(len(objective)), "tiny_ocr", *SMALL, *settings, f"objective={objective}")["copies"]
         for objective in ("{name: pepg}", f"{{name: nft, anchors: {anchors}}}")
