@@ -131,13 +131,15 @@ class Lora:
         for layer in self.lora_layers():
             # peft would cast each input to the LoRA's float32, and autocast would cast it back
             layer.cast_input_dtype_enabled = self.dtype == torch.float32
+        self._move_in_float32(TRAINED)
         for parameter in self.parameters().values():
-            parameter.data = self._in_float32(parameter)
             parameter.requires_grad_(True)
 
-    def _in_float32(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """An adapter's weights on the transformer's device: peft puts them with the base weights, maybe elsewhere."""
-        return parameter.data.to("meta" if parameter.is_meta else self.transformer.device, torch.float32)
+    def _move_in_float32(self, adapter: str) -> None:
+        """Move an adapter's weights to the transformer's device: peft puts them with the base weights, maybe elsewhere."""
+        device = self.transformer.device  # looks through all modules, so not for each weight
+        for parameter in self.parameters(adapter).values():
+            parameter.data = parameter.data.to("meta" if parameter.is_meta else device, torch.float32)
 
     # -- the base model and copies ------------------------------------------------------------------------------------
 
@@ -165,8 +167,7 @@ class Lora:
         if adapter not in self.adapters:  # a policy may be trained twice
             self._inject(self.transformer.peft_config[TRAINED], adapter)
         self._activate(TRAINED)
-        for parameter in self.parameters(adapter).values():
-            parameter.data = self._in_float32(parameter)
+        self._move_in_float32(adapter)
         self.update_copy(adapter, 0.0)
 
     @torch.no_grad()

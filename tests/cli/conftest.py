@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.cli_process import run_anew
+from support.cli_process import run
 from support.embedded import short_run
 
 
@@ -12,7 +12,5 @@ def trained(tmp_path_factory) -> Path:
     """A folder in which a short run was trained."""
     folder = tmp_path_factory.mktemp("cli")
     (folder / "short.yaml").write_text(short_run(folder / "runs" / "short", "model=tiny").to_yaml())
-    output = run_anew("train", "short.yaml", cwd=folder)
-    for foreign in ("warning", "Warning", "deprecat", "INFO", "Loading", "it/s"):
-        assert foreign not in output, output
+    run("train", "short.yaml", cwd=folder)
     return folder

@@ -2,11 +2,13 @@
 
 import re
 
-from support.cli_process import run
+from support.cli_process import run, run_anew
 
 
-def test_train_says_what_it_did_and_where_it_is(trained):
-    output = run("train", "short.yaml", "output_dir=runs/again", cwd=trained)
+def test_train_says_where_its_results_are_and_libraries_say_nothing(trained):
+    output = run_anew("train", "short.yaml", "output_dir=runs/again", cwd=trained)
+    for foreign in ("warning", "Warning", "deprecat", "INFO", "Loading", "it/s"):  # of imports
+        assert foreign not in output, output
     for part in (
         "step 0  held out:",
         "step 2/2",
