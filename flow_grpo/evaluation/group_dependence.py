@@ -10,6 +10,7 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
 from flow_grpo.rewards.scopes import IMAGE, scope_of
 from flow_grpo.text import counted
@@ -57,14 +58,17 @@ def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) ->
 
 
 def _depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
-    """As `depends_on_group`. FlowGRPOError if the reward can't score these images, together or one at a time."""
+    """As `depends_on_group`. FlowGRPOError if the reward can score these images together, but not one at a time."""
     if reason_not_to_call(name, reward) or len(inputs.prompts) < 2 or scope_of(reward) != IMAGE:
         return False
     rows = list(range(min(NUM_IMAGES, len(inputs.prompts))))
     first = inputs.take([0] * len(rows))
     group = RewardInputs(inputs.images[rows], first.prompts, first.columns)
     # each call gets its own copy of the images, since a reward may write into them
-    together, again = (group.take(rows).score(name, reward) for _ in range(2))
+    try:
+        together, again = (group.take(rows).score(name, reward) for _ in range(2))
+    except FlowGRPOError:  # those who scored all images have told of it
+        return False
     alone = torch.cat([group.take([i]).score(name, reward) for i in rows])
     both = torch.cat([together, alone])
     noise, std, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
@@ -100,7 +104,7 @@ def rows_warnings(reward_funcs: dict[str, rewards.Reward], rows: ImageRecords, i
 def group_dependence_of(
     reward_funcs: dict[str, rewards.Reward], inputs: RewardInputs, should_stop: Callable[[], bool] = lambda: False
 ) -> list[str]:
-    """A sentence for each reward that depends on the other images of its batch, found out on these images, or fails on them."""
+    """A sentence for each reward that depends on the other images of its batch, found out on these images, or fails on one alone."""
     with phase(f"scoring {counted(len(inputs.prompts), 'held-out image')} together and alone"):
         found = (
             call_interruptibly(partial(_warning, name, reward, inputs), should_stop) for name, reward in reward_funcs.items()

@@ -46,7 +46,10 @@ def test_a_reward_that_fails_on_single_images_is_told_once():
             raise RuntimeError("one image alone")
         return images.mean((1, 2, 3))
 
+    def always(images, prompts):
+        raise RuntimeError("those who scored all images have told of it")
+
     inputs = RewardInputs(torch.rand(4, 3, 8, 8), list("aabb"), {})
-    (warning,) = group_dependence_of({"whole": only_whole_batches, "flat": sample.flat}, inputs)
+    (warning,) = group_dependence_of({"whole": only_whole_batches, "flat": sample.flat, "always": always}, inputs)
     assert "reward whole raised RuntimeError" in warning
     assert warning.endswith("it is not known whether its values depend on the other images of a batch.")
