@@ -93,7 +93,8 @@ def check_begun(folder: Path, resume: bool) -> None:
     begun = is_begun(folder)
     if not resume and begun:
         raise FlowGRPOError(
-            f"{folder} already holds a run: go on with it by --resume, or set another folder by output_dir=..."
+            f"{folder} already holds a run: go on with it by --resume, in Python train(resume=True), or set another folder by "
+            "output_dir=..."
         )
     if resume and not checkpoint.steps(folder / layout.CHECKPOINTS):
         again = "set another folder by output_dir=..." if begun else "start the run without --resume"
