@@ -27,7 +27,7 @@ METHODS = {
         "steps": 20,
         "images_per_prompt": 12,
     },
-    "awm": {"objective": {"name": "awm"}, "sampling": {"steps": 4}},
+    "awm": {"objective": {"name": "awm"}, "sampling": {"steps": 4}, "steps": 6},
 }
 
 
