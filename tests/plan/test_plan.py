@@ -473,8 +473,8 @@ def test_a_first_run_holds_its_text_encoders_and_offloaded_ones_while_it_encodes
     assert estimator.largest_microbatch(least - 1) == 0, "no room to encode, however small the micro-batch"
 
 
-def test_a_phase_of_one_image_at_a_time_does_not_limit_the_micro_batch():
-    args = FlowGRPOConfig.from_yaml("compare/flowbp", [*LEAN, "memory.vae_slicing=true"])
+def test_a_phase_of_one_image_at_a_time_does_not_limit_the_micro_batch(lean):
+    args = FlowGRPOConfig.from_yaml("compare/flowbp", [*lean, "memory.vae_slicing=true"])
     estimator = StepEstimator(args, cuda=True)
     assert 0 in estimator._per_row.values()
     largest = estimator.largest_microbatch(24 * GB)

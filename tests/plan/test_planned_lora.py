@@ -6,17 +6,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.embedded import tiny_policy
+from support.embedded import CALL, short_model
 
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.plan.trace import ModelTrace
+from flow_grpo.policy.loading import load_policy
 
 SHAPES = ["lora.rank=3", "lora.targets=[to_q, to_out.0]"]
 FILE = "pytorch_lora_weights.safetensors"
 
 
 def traced(*overrides):
-    return ModelTrace(FlowGRPOConfig.from_yaml("tiny_ocr", [*overrides]), torch.float32, cuda=True, release_gradients=False)
+    args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"model={short_model()}", *overrides])
+    return ModelTrace(args, torch.float32, cuda=True, release_gradients=False)
 
 
 def shapes(trace):
@@ -25,7 +27,7 @@ def shapes(trace):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    policy = tiny_policy()
+    policy = load_policy(str(short_model()), "cpu", "fp32", **CALL)
     policy.add_lora(3, 6, ["to_q", "to_out.0"], seed=0)
     folder = tmp_path_factory.mktemp("lora")
     policy.save(folder)
