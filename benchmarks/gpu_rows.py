@@ -115,7 +115,7 @@ def _memory_rows() -> dict[str, Row]:
         "8-bit AdamW": (["optimizer.name=adamw_8bit"], "bitsandbytes"),
         "1536 px, checkpointing": (decoding, None),
         "1536 px, checkpointing, vae_slicing": ([*decoding, "memory.vae_slicing=true"], None),
-        "1536 px, checkpointing, vae_tiling": ([*decoding, "memory.vae_tiling=true"], None),
+        "1536 px, checkpointing, vae_slicing: tiles": ([*decoding, "memory.vae_slicing=tiles"], None),
     }
     return {
         name: Row([*BRIEF, *more], {**WITHIN_15_PERCENT, **EXACT}, package=package, seconds=120 if COMPILED in more else 40)
@@ -153,7 +153,6 @@ MEASUREMENTS = {
         {
             **_speed_rows("grpo, ", GRPO, SPEED, _OURS),
             **_speed_rows("awm, ", AWM, SPEED, _OURS),
-            **_speed_rows("grpo, ", GRPO, {"attention _native_cudnn": ["memory.attention_backend=_native_cudnn"]}, _OURS),
         },
     ),
     "flux": Measurement(

@@ -24,12 +24,13 @@ from anchors import cell
 from PIL import Image
 
 from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
+from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.rewards.images import to_bytes
 from flow_grpo.rewards.ocr import OCR, quoted_texts
 
 ENLARGED, MARGIN = 4, 6  # times; pixels before that, in the colours of the border
 NUM_PROMPTS = 128
-COMMON = [f"evaluation.max_prompts={NUM_PROMPTS}", f"evaluation.num_images={NUM_PROMPTS}", "trackers=[]", "dtype=fp32"]
+COMMON = [f"evaluation.max_prompts={NUM_PROMPTS}", "trackers=[]", "dtype=fp32"]
 ARMS = {"trained": [], "lr 5e-3, no KL": ["steps=16", "optimizer.lr=5e-3", "objective.kl_weight=0"]}
 
 Judge = Callable[[torch.Tensor], list[str]]
@@ -40,13 +41,15 @@ def images_of(file: Path, overrides: list[str] | None) -> tuple[torch.Tensor, li
     args = FlowGRPOConfig.from_yaml("tiny_ocr", [*COMMON, f"output_dir={file.with_suffix('')}", *(overrides or [])])
     trainer = FlowGRPOTrainer(args=args)
     assert trainer.eval_set is not None
+    prompts = trainer.eval_set.prompts
     if not file.is_file():
         if overrides is not None:
             trainer.train(resume=(file.with_suffix("") / "checkpoints").is_dir())
-        images = trainer.evaluate().images
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(torch.stack([images[i] for i in range(NUM_PROMPTS)]), file)
-    return torch.load(file), [str(prompt) for prompt in trainer.eval_set.prompts]
+        seeds = [image_seed(SEED, i) for i in range(len(prompts))]
+        with trainer.policy.ema.applied():
+            torch.save(generate_images(trainer.policy, prompts, seeds, args.evaluation.steps), file)
+    return torch.load(file), [str(prompt) for prompt in prompts]
 
 
 def enlarged(images: torch.Tensor) -> Iterator[Image.Image]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.evaluation.generate import NUM_DIVERSITY_PROMPTS, generate_images, image_seed
+from flow_grpo.evaluation.generate import NUM_DIVERSITY_PROMPTS, SEED, generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import rms_difference
 from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.shapes import drawing
@@ -86,9 +86,7 @@ def _pairs(args: FlowGRPOConfig, lora: Path | None, prompts: list[str]) -> tuple
     """Of each pair of a prompt's images, (pairs, P): how much they differ, and whether both are right."""
     model, sources = policy(args, lora), [[source.open() for source in images_of(prompt)] for prompt in prompts]
     images = [
-        generate_images(
-            model, prompts, [image_seed(args.evaluation.seed, i, n) for i in range(len(prompts))], args.evaluation.steps
-        )
+        generate_images(model, prompts, [image_seed(SEED, i, n) for i in range(len(prompts))], args.evaluation.steps)
         for n in range(IMAGES)
     ]
     texts = [str(prompt) for prompt in prompts]

@@ -14,7 +14,7 @@ from torch import Tensor
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
@@ -44,7 +44,7 @@ def policy(args: FlowGRPOConfig, lora: Path | None) -> Policy:
 
 def images(policy: Policy, prompts: list[str], args: FlowGRPOConfig) -> Tensor:
     """The images (P, 3, H, W) of the run's evaluation."""
-    seeds = [image_seed(args.evaluation.seed, index) for index in range(len(prompts))]
+    seeds = [image_seed(SEED, index) for index in range(len(prompts))]
     return generate_images(policy, prompts, seeds, args.evaluation.steps)
 
 

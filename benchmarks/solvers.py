@@ -14,7 +14,7 @@ from rich.table import Table
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.evaluation.generate import image_seed
+from flow_grpo.evaluation.generate import SEED, image_seed
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.rewards import load
@@ -36,7 +36,7 @@ def main() -> None:
 
     def sample(solver: str, steps: int) -> torch.Tensor:
         schedule, shape = policy.schedule(steps)
-        start = torch.stack([sampling.noise(shape, image_seed(1234, i), "sample") for i in range(len(held_out))])
+        start = torch.stack([sampling.noise(shape, image_seed(SEED, i), "sample") for i in range(len(held_out))])
 
         def latents(rows: torch.Tensor) -> torch.Tensor:
             velocity = policy.velocity_fn(schedule, conditioning, rows)

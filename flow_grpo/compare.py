@@ -34,7 +34,6 @@ from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted, markdown_table
 
 CURVE, BUDGET = "curve.jsonl", "budget.json"
-FORMER_NAMES = {"slice": "evaluation", "slices": "evaluations", "critic": "extra_parameters"}  # in these files, of 0.3
 Rows = dict[str, dict[str, float | None]]  # by config, then by column
 CONSOLE_COLUMNS = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # the files have all columns
 
@@ -88,7 +87,7 @@ class ComparedRun:
         file = self.folder / CURVE
         for line in file.read_bytes().splitlines() if file.is_file() else []:
             try:
-                point = TypeAdapter(CurvePoint).validate_python(_with_current_names(json.loads(line)))
+                point = TypeAdapter(CurvePoint).validate_python(json.loads(line))
             except (ValueError, RecursionError):  # cut off, or written by another program
                 continue
             if point.evaluation == len(points):
@@ -104,10 +103,6 @@ class ComparedRun:
     def settings(self, overrides: list[str]) -> FlowGRPOConfig:
         own = [f"seed={self.seed}", f"output_dir={self.folder}", "keep_checkpoints=3"]
         return FlowGRPOConfig.from_yaml(self.config, [*overrides, *own])
-
-
-def _with_current_names(content: Any) -> Any:
-    return {FORMER_NAMES.get(key, key): value for key, value in content.items()} if isinstance(content, dict) else content
 
 
 def parse_budget(text: str, evaluations: int) -> Budget:
@@ -275,7 +270,7 @@ def _check_budget(file: Path, budget: Budget) -> None:
     """Write the budget to the folder. FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
     if file.exists():
         try:
-            former = Budget(**_with_current_names(json.loads(regular_bytes(file, MAX_JSON))))
+            former = Budget(**json.loads(regular_bytes(file, MAX_JSON)))
         except (ValueError, TypeError, RecursionError) as error:
             raise FlowGRPOError(f"{file} is damaged: give another folder by --out.") from error
         if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):

@@ -213,12 +213,12 @@ class FlowGRPOTrainer:
         self.state.resume(tracker.info, step)
         tracker.resume(self.step)
         if main:
-            self.evaluator.start_recording(tracker.info)
+            self.evaluator.start_recording()
             tracker.open_services(self.args, self.step)
         tracker.info(f"resumed at step {self.step} of {self.args.steps}")
 
     def _start(self, tracker: Tracker) -> None:
-        self.evaluator.start_recording(tracker.info)
+        self.evaluator.start_recording()
         tracker.open_services(self.args)
         tracker.info(run_headline(self.args, self.policy))
         for note in dict.fromkeys([*self.train_set.notes, *(self.eval_set.notes if self.eval_set else ())]):

@@ -147,7 +147,6 @@ SHORT = {
         "steps=1",
         "prompts_per_step=2",
         "evaluation.max_prompts=2",
-        "evaluation.num_images=1",
         "evaluation.steps=3",
         "images_per_prompt=4",
         "trackers=[]",

@@ -63,7 +63,7 @@ def test_short_inner_phases_do_not_hide_the_progress_of_the_outer_one(monkeypatc
         return images.mean((1, 2, 3))
 
     rows, reward = (
-        measure.requests(PromptSet(list("abcdefghij"), [{}] * 10), 1, 0),
+        measure.requests(PromptSet(list("abcdefghij"), [{}] * 10), 1),
         WeightedSum({"slow": slow}, {"slow": 0.0}),
     )
     grid = SimpleNamespace(name="grid")

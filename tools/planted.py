@@ -422,16 +422,9 @@ BUGS = [
     (
         "held-out images are drawn with training's guidance",
         "flow_grpo/evaluation/evaluator.py",
-        "self.policy.with_guidance(settings.guidance).at_size(settings.height, settings.width),",
-        "self.policy.at_size(settings.height, settings.width),",
+        "self.policy.with_guidance(settings.guidance),",
+        "self.policy,",
         "tests/evaluation/test_evaluation_guidance.py -k held_out_images",
-    ),
-    (
-        "a policy of another size draws guided images of the first one's",
-        "flow_grpo/policy/policy.py",
-        'key = guidance, self.call.get("height"), self.call.get("width")',
-        "key = guidance, None, None",
-        "tests/evaluation/test_evaluation_guidance.py -k another_size",
     ),
     (
         "sample draws with training's guidance",

@@ -31,7 +31,6 @@ def doctor(
     step_variance: Annotated[
         bool, typer.Option("--step-variance", help="Measure the reward variance caused by the noise of each sampling step.")
     ] = False,
-    explore: Annotated[bool, typer.Option("--explore", hidden=True)] = False,  # the name of --step-variance until 0.3
     transitions: Annotated[str, typer.Option(help="Transitions for --step-variance, comma-separated.")] = "cps,flow_sde",
     noise_levels: Annotated[str, typer.Option(help="Noise levels for --step-variance, comma-separated.")] = "0.4,0.7,1.0",
     out: Annotated[
@@ -60,9 +59,8 @@ def doctor(
     from flow_grpo.doctor.run import run_checks
     from flow_grpo.doctor.step_variance import check_step_variance
 
-    step_variance = step_variance or explore
     _check_options(step_variance, model, out, json_file)
-    out = out or Path("explore.png" if explore else "step_variance.png")
+    out = out or Path("step_variance.png")
     if json_file is not None:
         prepare_file(json_file, "--json")
     if step_variance:

@@ -102,6 +102,7 @@ def evaluate(
     [bold]flow-grpo eval samples/grid.png other.png --reward ocr --prompts prompts.txt[/bold]
     """
     from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.evaluation.generate import SEED
     from flow_grpo.evaluation.measure import measure, rows_to_generate
     from flow_grpo.evaluation.scorecard import build_scorecard
     from flow_grpo.evaluation.targets import ImageTarget, ModelTarget, TargetOptions, reference, resolve_targets
@@ -129,7 +130,7 @@ def evaluate(
     }
     to_generate = None
     if models and args:
-        settings |= {"seeds": seeds, "seed": args.evaluation.seed, "steps": steps}
+        settings |= {"seeds": seeds, "seed": SEED, "steps": steps}
         to_generate = rows_to_generate(prompt_source, args.evaluation, seeds, limit)
     measured, kept = list[Any](), dict[int, Any]()
     with progress_bars(resolved) as update:

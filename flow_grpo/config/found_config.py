@@ -49,8 +49,6 @@ def _named(args: FlowGRPOConfig, rewards: bool, prompts: bool) -> Iterator[str]:
     """Describe each setting that runs code, contacts a server or a person, or writes files."""
     if args.memory.embedding_cache_dir is not None:
         yield f"the folder {args.memory.embedding_cache_dir} to keep embeddings in"
-    if "hub" in (args.memory.attention_backend or ""):
-        yield f"the attention {args.memory.attention_backend}, whose code is downloaded"
     held_out = args.evaluation.prompts or []
     for source in [held_out] if isinstance(held_out, str) else [prompt_set.file for prompt_set in held_out]:
         if prompts and "://" in source:

@@ -68,7 +68,12 @@ RETIRED = [
         for rewards in ("rewards", "evaluation.rewards")
         for name in ("scope", "opponents")
     ),
-    Retired("evaluation.sizes", [], "run flow-grpo eval with evaluation.height and evaluation.width"),
+    *(
+        Retired(f"evaluation.{name}", default, "run flow-grpo eval RUN height=HEIGHT width=WIDTH for images of another size")
+        for name, default in (("sizes", []), ("height", None), ("width", None))
+    ),
+    Retired("memory.attention_backend", None, "set the environment variable DIFFUSERS_ATTN_BACKEND, which diffusers reads"),
+    Retired("evaluation.seed", 1234, "remove it; flow-grpo eval --seeds 4 draws 4 images of each prompt, from other noise"),
     *(
         Retired(f"objective.critic.{name}", default, NO_GAIN)
         for name, default in (("lr", 1e-3), ("width", 128), ("gae_lambda", 0.95))

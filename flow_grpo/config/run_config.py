@@ -178,8 +178,8 @@ class FlowGRPOConfig(RunSettings):
 
     def evaluation_call_kwargs(self) -> dict[str, Any]:
         """The arguments of every pipeline call in evaluation."""
-        own = {name: getattr(self.held_out, name) for name in ("guidance", "height", "width")}
-        return {**self.pipeline_call_kwargs(), **{name: value for name, value in own.items() if value is not None}}
+        guidance = self.held_out.guidance
+        return {**self.pipeline_call_kwargs(), **({} if guidance is None else {"guidance": guidance})}
 
     def to_yaml(self) -> str:
         """As YAML, every field with its value."""

@@ -246,16 +246,14 @@ class EvaluationConfig(ConfigSection):
     """Sampling steps in evaluation, of the deterministic ODE."""
     guidance: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Guidance scale of the held-out images, and of `sample`; that of training if not given. 1 is off."""
-    height: Pixels | None = None
-    """Height of the held-out images in pixels; that of training if not given."""
-    width: Pixels | None = None
-    """Width of the held-out images in pixels."""
-    seed: Seed = 1234
-    """Each held-out prompt's image starts from the noise of (this seed, the prompt's index)."""
-    num_images: Annotated[int, Field(ge=0)] = 8
-    """First held-out prompts whose images are kept for the report, as are the best, the worst and some training groups; 0: none."""
     rewards: dict[str, RewardConfig] = {}
     """Rewards that are measured in addition to the trained ones, but not trained on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_num_images(cls, values: Any) -> Any:
+        """0.4 has `num_images`, how many held-out images are kept; now 8 are."""
+        return {k: v for k, v in values.items() if k != "num_images"} if isinstance(values, dict) else values
 
     @property
     def prompt_files(self) -> str | None:
@@ -279,14 +277,19 @@ class MemoryConfig(ConfigSection):
     machine, which has all weights, so that gradients alone go between machines (hybrid sharding)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
-    attention_backend: str | None = None
-    """Attention backend of diffusers, such as flash; by default torch's choice without cuDNN, whose gradients can be wrong on Hopper."""
     offload_trajectories: bool = False
     """Whether the recorded states of trained steps wait for the update in the CPU's memory, in place of the GPU's."""
-    vae_slicing: bool = False
-    """Decodes one image at a time."""
-    vae_tiling: bool = False
-    """Decodes large images in tiles; seams can be visible."""
+    vae_slicing: bool | Literal["tiles"] = False
+    """Decodes one image at a time; `tiles`: large images in tiles too, whose seams can be visible."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_tiles(cls, values: Any) -> Any:
+        """0.4 has `vae_tiling` beside `vae_slicing`."""
+        if not isinstance(values, dict) or "vae_tiling" not in values:
+            return values
+        others = {key: value for key, value in values.items() if key != "vae_tiling"}
+        return {**others, "vae_slicing": "tiles"} if values["vae_tiling"] else others
 
     @field_validator("shard", mode="before")
     @classmethod

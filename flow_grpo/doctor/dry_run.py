@@ -9,7 +9,6 @@ from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig, RewardConfig
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
-from flow_grpo.evaluation.generate import check_evaluation_size
 from flow_grpo.plan.estimate import StepEstimator, dtype_of
 from flow_grpo.plan.fit import rates_of, run_time, slower_dtype
 from flow_grpo.plan.hardware import GB, Hardware
@@ -140,7 +139,6 @@ def check_model(start: Start, report: DryRunReport, estimate: bool) -> StepEstim
         estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", start.num_processes)
         name = type(estimator.trace.policy.pipe).__name__
         check_generated(name, "height and width", (args.height, args.width), estimator.image_size)
-        check_evaluation_size(estimator.trace.policy, args.evaluation)
         report.found |= make_checks("model", replace(start, policy=estimator.trace.policy))
     except UntraceableModel as error:
         report.found |= make_checks("model", start)

@@ -13,7 +13,7 @@ from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.generate import check_evaluation_size, evaluate, image_seed
+from flow_grpo.evaluation.generate import SEED, evaluate, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
@@ -59,18 +59,10 @@ class Evaluator:
         self.processes = processes
         self.folder, self.model, self.last_step = folder, model, last_step
         self.recorder: EvaluationRecorder | None = None
-        if prompts is not None:
-            check_evaluation_size(policy.with_guidance(settings.guidance), settings)
-        elif settings.height or settings.width:
-            raise FlowGRPOError(
-                "a size of held-out images is set, but there are no held-out prompts: set evaluation.prompts."
-            )
 
-    def start_recording(self, info: Callable[[str], None]) -> None:
-        """Keep the evaluations of the run from here on; `info` prints a note on earlier ones. On the main process."""
+    def start_recording(self) -> None:
+        """Keep the evaluations of the run from here on. On the main process."""
         self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
-        if self.recorder.samples.used_other_noise:
-            info("note: flow-grpo 0.3 drew the evaluations so far from other noise than those to come.")
 
     def is_due(self, step: int) -> bool:
         """Whether this step is evaluated: the first, the last, and every `evaluation.every`."""
@@ -84,16 +76,16 @@ class Evaluator:
             raise FlowGRPOError("there are no held-out prompts: set evaluation.prompts.")
         with self.policy.ema.applied(), self.policy.without_zero_lora():
             return evaluate(
-                self.policy.with_guidance(settings.guidance).at_size(settings.height, settings.width),
+                self.policy.with_guidance(settings.guidance),
                 self.prompts,
                 self.rewards,
                 base=self.policy.base_model,
                 steps=settings.steps,
-                seed=settings.seed,
+                seed=SEED,
                 microbatch=microbatch,
                 processes=self.processes,
                 images_per_prompt=settings.images_per_prompt,
-                num_kept_images=max(NUM_PREVIEWS, settings.num_images),
+                num_kept_images=NUM_PREVIEWS,
             )
 
     def evaluate_and_record(self, step: int, microbatch: int, tracker: Tracker, save_best: Callable[[], object]) -> None:
@@ -118,7 +110,7 @@ class Evaluator:
         Each decodes its own images of these groups. There are none of given images, which have no rewards.
         """
         scores, batch = experience.scores, experience.batch
-        if scores is None or not self.settings.num_images or not (step == 1 or self.is_due(step)):
+        if scores is None or not (step == 1 or self.is_due(step)):
             return
         parts = self.processes.all_gather((self.recorder is not None, batch.group, batch.image, scores.total))
         is_recorded, *of_rows = zip(*parts, strict=True)
@@ -141,7 +133,7 @@ class Evaluator:
             self.recorder.samples.save_groups(step, [[found[key] for key in keys] for keys in shown], size)
 
     def _record(self, step: int, evaluation: Evaluation) -> list[hacking.EvaluationRecord]:
-        """Keep an evaluation. Returns the run's evaluations."""
+        """Keep an evaluation. Returns the run's evaluations so far."""
         assert self.recorder
         assert self.prompts
         trained = {name: weight for name, weight in self.rewards.weights.items() if weight}
@@ -186,7 +178,7 @@ class EvaluationRecorder:
 
     def __init__(self, folder: Path, settings: EvaluationConfig, model: str, last_step: int) -> None:
         self.folder, self.settings, self.model, self.last_step = folder, settings, model, last_step
-        self.samples = SampleRecorder(folder, settings.num_images)
+        self.samples = SampleRecorder(folder)
 
     @property
     def has_best_weights(self) -> bool:
@@ -202,18 +194,15 @@ class EvaluationRecorder:
             prompts: the held-out ones.
             weights: of the rewards that the run trains on.
         """
-        seed = self.settings.seed
-        seeds = [image_seed(seed, i) for i in range(len(prompts))]
+        seeds = [image_seed(SEED, i) for i in range(len(prompts))]
         kept = self.samples.save_evaluation(step, evaluation, prompts, seeds, weights)
         if step in (0, self.last_step):
             first = prompts[:NUM_PREVIEWS]
-            save_before_after(self.folder, step == 0, evaluation.images, first, seed=seed, model=self.model)
+            save_before_after(self.folder, step == 0, evaluation.images, first, model=self.model)
         return hacking.read_history(kept)
 
 
-def save_before_after(
-    folder: Path, is_before: bool, images: dict[int, Tensor], prompts: list[str], seed: int, model: str
-) -> None:
+def save_before_after(folder: Path, is_before: bool, images: dict[int, Tensor], prompts: list[str], model: str) -> None:
     """Write before.png, or after.png and both next to each other as before_after.png: the same prompts and seeds.
 
     Args:
@@ -222,13 +211,11 @@ def save_before_after(
     """
     stacked = torch.stack([images[i] for i in range(len(prompts))])
     when = "before" if is_before else "after"
-    cells = [ImageInfo(prompt, image_seed(seed, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
+    cells = [ImageInfo(prompt, image_seed(SEED, i), f"{model}, {when} training") for i, prompt in enumerate(prompts)]
     save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)
     if is_before or not (folder / layout.BEFORE).exists():
         return
-    former, former_cells = read_grid(folder / layout.BEFORE)
-    if [(cell.prompt, cell.seed) for cell in former_cells] != [(str(cell.prompt), cell.seed) for cell in cells]:
-        return  # written by an earlier version, with other seeds
+    former, _ = read_grid(folder / layout.BEFORE)
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
     if is_video(stacked):
         former, stacked = cut_strips(former, stacked.shape[-1]), strip_frames(stacked)

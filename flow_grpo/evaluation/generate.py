@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sampling
-from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
-from flow_grpo.policy.loading import check_size
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
@@ -23,6 +21,8 @@ from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted
 from flow_grpo.training.interrupt import Interrupted, call_interruptibly, interruptible
 from flow_grpo.types import Evaluation
+
+SEED = 1234  # of all evaluations
 
 
 def image_seed(seed: int, prompt_index: int, number: int = 0) -> int:
@@ -182,10 +182,3 @@ def _in_prompt_order(parts: list[Tensor]) -> Tensor:
     """The values of all processes, of which each has those of every world_size-th prompt, in the order of the prompts."""
     indices = [rank + i * len(parts) for rank, part in enumerate(parts) for i in range(len(part))]
     return torch.cat(parts)[torch.tensor(indices, dtype=torch.long).argsort()]
-
-
-def check_evaluation_size(model: FlowPipeline, settings: EvaluationConfig) -> None:
-    """Generate an image at a size that differs from training's. FlowGRPOError if that fails or has another size."""
-    if settings.height or settings.width:
-        at = model.at_size(settings.height, settings.width)
-        check_size(at, "evaluation.height and width", at.call.get("height"), at.call.get("width"))

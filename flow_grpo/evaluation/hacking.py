@@ -35,7 +35,6 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR, finite_mean, paired_difference, paired_fall
-from flow_grpo.run_folder.metrics_file import metric_size
 
 FALSE_ALARMS = 0.05  # the largest chance of a warning in a run in which no metric falls
 HALF_SPENT = 20  # comparisons of evaluations after which half of that chance is spent
@@ -76,7 +75,7 @@ def read_history(evaluations: list[dict[str, Any]]) -> list[EvaluationRecord]:
     """The records of all evaluations so far, from their evaluation.json."""
     records = []
     for e in evaluations:
-        values = {name: of_name for name, of_name in e["values"].items() if not metric_size(name)}  # 0.4 had further sizes
+        values = e["values"]
         untrained_rewards = {name: v for name, v in values.items() if name != "reward" and name not in e["trained"]}
         image_metrics = {HIGH_FREQUENCY_POWER: e["high_frequency_power"], DIVERSITY: e.get("diversity", [])}
         weights = e.get("weights", {})  # flow-grpo 0.4 kept none

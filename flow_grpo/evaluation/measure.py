@@ -12,7 +12,7 @@ from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.evaluation.generate import generate_images, image_seed
+from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import (
     BASE_DISTANCE,
     DIVERSITY,
@@ -33,9 +33,9 @@ IMAGES_PER_BATCH = 64  # of an image set that are scored together; more if one p
 Progress = Callable[[Target, int, int], None]
 
 
-def requests(prompts: PromptSet, seeds: int, seed: int) -> ImageRecords:
-    """`seeds` images of each prompt for models to generate; the first is that of training's evaluations with the same seed."""
-    numbers: list[int | None] = [image_seed(seed, i, n) for i in range(len(prompts)) for n in range(seeds)]
+def requests(prompts: PromptSet, seeds: int) -> ImageRecords:
+    """`seeds` images of each prompt for models to generate; the first is that of training's evaluations."""
+    numbers: list[int | None] = [image_seed(SEED, i, n) for i in range(len(prompts)) for n in range(seeds)]
     batch = prompts.repeat(seeds)
     return ImageRecords([f"seed {number}" for number in numbers], batch.prompts, numbers, batch.metadata)
 
@@ -61,7 +61,7 @@ def rows_to_generate(
                 "there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config."
             )
         known = load_run_prompts(settings.prompts).head(settings.max_prompts)
-    return requests(known, seeds, settings.seed).head(limit)
+    return requests(known, seeds).head(limit)
 
 
 def measure(

@@ -65,7 +65,7 @@ class ModelTrace:
         pipe, note = load_for_plan(args.model, dtype, cuda)
         self.notes = [note] if note else []
         # an attention backend may need a kernel that only the run's machine has
-        apply_memory_settings(pipe, args.memory.model_copy(update={"attention_backend": None}))
+        apply_memory_settings(pipe, args.memory)
         self.policy = Policy(pipe, dtype, **args.pipeline_call_kwargs())
         with torch.device("meta"):
             self._add_lora_to_continue(args.lora)
@@ -123,7 +123,7 @@ class ModelTrace:
 
     def operations_per_image(self, evaluation: EvaluationConfig) -> float:
         """Floating point operations of a held-out image."""
-        model = self.policy.with_guidance(evaluation.guidance).at_size(evaluation.height, evaluation.width)
+        model = self.policy.with_guidance(evaluation.guidance)
         if model is self.policy:
             return (evaluation.steps * self.forward_operations + self.operations["decoding"]) / 2
         schedule, shape = model.schedule(evaluation.steps)

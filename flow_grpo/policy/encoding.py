@@ -322,15 +322,6 @@ class PromptEncoder:
         self._stopping = copy.copy(intercepted)  # stops where denoising would begin
         object.__setattr__(self._stopping, "transformer", StopAtTransformer(pipe.transformer))
 
-    def at_size(self, call: Callable[[Any, list[str]], Any]) -> "PromptEncoder":
-        """The encoder for calls with images of another size: a new one if what the recorded methods return depends on it."""
-        takes_size = any("height" in inspect.signature(getattr(self.pipe, name)).parameters for name in self.methods)
-        if not takes_size and not self._takes_images:
-            return self
-        return PromptEncoder(
-            self.pipe, self._intercepted, self.family, call=call, cache=EmbeddingCache(), offload=self.offload
-        )
-
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt."""
         axes = {len(images_of(prompt)): self._batch_axes(prompt) for prompt in prompts}
@@ -439,10 +430,6 @@ class PromptEncoder:
                     f"{type(self.pipe).__name__} can't take the images{of_prompt}, {sizes} pixels: {first_line(error)}"
                 ) from error
         return outputs
-
-    @property
-    def _takes_images(self) -> bool:
-        return self.family.image in inspect.signature(inspect.unwrap(type(self.pipe).__call__)).parameters
 
     @property
     def _text_encoders(self) -> list[torch.nn.Module]:

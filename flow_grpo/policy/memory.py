@@ -1,4 +1,4 @@
-"""The settings of `memory` applied to a pipeline: quantisation, casting, offloading, checkpointing, attention backend, VAE slicing."""
+"""The settings of `memory` applied to a pipeline: quantisation, casting, offloading, checkpointing, VAE slicing."""
 
 import functools
 import importlib.util
@@ -15,7 +15,6 @@ from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.encoding import ENCODER_PREFIXES
 from flow_grpo.policy.families import denoisers, family
-from flow_grpo.text import first_line
 
 FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
 # Most compiled variants of one function, such as the forward pass of all blocks of a class; after that, new ones run uncompiled. SD3.5-M
@@ -34,7 +33,7 @@ def quantization(dtype: torch.dtype, pipeline: str) -> PipelineQuantizationConfi
 
 
 def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None:
-    """Set float8 storage, gradient checkpointing and attention backend of the transformers, VAE slicing and tiling of a loaded pipeline.
+    """Set float8 storage and gradient checkpointing of the transformers, VAE slicing and tiling of a loaded pipeline.
 
     Raises:
         FlowGRPOError: a transformer or the VAE does not support a setting.
@@ -48,14 +47,10 @@ def apply_memory_settings(pipe: DiffusionPipeline, memory: MemoryConfig) -> None
                     f"memory.gradient_checkpointing: {type(transformer).__name__} has no gradient checkpointing."
                 )
             transformer.enable_gradient_checkpointing()
-        if memory.attention_backend is not None:
-            _set_attention_backend(transformer, memory.attention_backend)
-    for is_set, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_tiling, "enable_tiling")):
+    for is_set, method in ((memory.vae_slicing, "enable_slicing"), (memory.vae_slicing == "tiles", "enable_tiling")):
         if is_set:
             if not hasattr(pipe.vae, method):
-                raise FlowGRPOError(
-                    f"{type(pipe.vae).__name__} has no {method}: leave memory.vae_slicing and vae_tiling out."
-                )
+                raise FlowGRPOError(f"memory.vae_slicing={memory.vae_slicing}: {type(pipe.vae).__name__} has no {method}.")
             getattr(pipe.vae, method)()
 
 
@@ -215,13 +210,6 @@ def _with_weights_on(device: torch.device, block: torch.nn.Module) -> Any:
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on that device, copied without waiting for it."""
     return tensor.to(device, non_blocking=True)
-
-
-def _set_attention_backend(transformer: Any, name: str) -> None:
-    try:
-        transformer.set_attention_backend(name)
-    except (ValueError, RuntimeError, ImportError, AttributeError) as error:
-        raise FlowGRPOError(f"memory.attention_backend={name}: {first_line(error)}") from error
 
 
 def compile_blocks(transformer: torch.nn.Module, for_each_size: bool) -> None:

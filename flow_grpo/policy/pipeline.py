@@ -15,7 +15,6 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.guiders import ClassifierFreeGuidance
 from torch import Tensor
-from typing_extensions import Self
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, images_of, with_images
@@ -116,18 +115,6 @@ class FlowPipeline:
         for guider in self.family.guiders:
             object.__setattr__(intercepted, guider, ClassifierFreeGuidance(guidance) if guidance > 1 else None)
         return intercepted
-
-    def at_size(self, height: int | None, width: int | None) -> Self:
-        """The same weights, called for images of another size; None keeps a side. FlowGRPOError if the pipeline takes no size."""
-        size = {name: side for name, side in (("height", height), ("width", width)) if side is not None}
-        if all(self.call.get(name) == side for name, side in size.items()):
-            return self
-        check_call(type(self.pipe).__name__, self.family, self._arguments, size)
-        resized = copy.copy(self)
-        resized._call = self._call.with_arguments(**size)
-        resized.probe_prompts = probe_prompts(type(self.pipe).__name__, resized.call)
-        resized.encoder = self.encoder.at_size(resized._call)
-        return resized
 
     # -- what a sampler needs -----------------------------------------------------------------------------------------
 
@@ -377,12 +364,6 @@ class PipelineCall:
         self.device: torch.device = pipe.transformer.device
         # the values of prepare_latents for that many rows without images, but for the state
         self._prepared: dict[int, tuple] = {}
-
-    def with_arguments(self, **more: Any) -> Self:
-        """Return a copy with further arguments."""
-        call = copy.copy(self)
-        call.arguments, call._prepared = {**self.arguments, **more}, {}
-        return call
 
     def __call__(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
         """Call a copy of the pipeline with the images of the first prompt; recordings give the other rows theirs.

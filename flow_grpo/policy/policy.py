@@ -45,7 +45,7 @@ class Policy(FlowPipeline):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # On Hopper, cuDNN's attention returns NaN or wrong gradients for some lengths (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#160;
-        # tests/test_cuda.py), and torch would choose it. memory.attention_backend=_native_cudnn still sets it.
+        # tests/test_cuda.py), and torch would choose it. DIFFUSERS_ATTN_BACKEND=_native_cudnn still sets it.
         torch.backends.cuda.enable_cudnn_sdp(False)
         for name, part in self.pipe.components.items():
             if "transformer" in name and isinstance(part, torch.nn.Module):  # one family has a second denoiser
@@ -61,7 +61,7 @@ class Policy(FlowPipeline):
         self.meter = StepMeter(self.lora, self.device)
         self.ema = MovingAverage(self.trainable_parameters)
         self.compiled = self.uses_fsdp = False
-        self._guided: dict[tuple[float, int | None, int | None], FlowPipeline] = {}
+        self._guided: dict[float, FlowPipeline] = {}
 
     # -- what is trained ----------------------------------------------------------------------------------------------
 
@@ -112,13 +112,12 @@ class Policy(FlowPipeline):
         """
         if guidance is None or guidance == self.guidance:
             return self
-        key = guidance, self.call.get("height"), self.call.get("width")
-        if key not in self._guided:
+        if guidance not in self._guided:
             defaults, scale = self.family.call_kwargs, self.family.guidance
             call = {k: v for k, v in self.call.items() if k != scale and not (k in defaults and defaults[k] == v)}
-            self._guided[key] = FlowPipeline(self.pipe, self.dtype, guidance, offload=self.encoder.offload, **call)
-        self._guided[key].synced_call_count = self.synced_call_count
-        return self._guided[key]
+            self._guided[guidance] = FlowPipeline(self.pipe, self.dtype, guidance, offload=self.encoder.offload, **call)
+        self._guided[guidance].synced_call_count = self.synced_call_count
+        return self._guided[guidance]
 
     def without_zero_lora(self) -> AbstractContextManager[None]:
         """Turn a LoRA with zero weights off, for speed. Not when compiled: that would recompile."""

@@ -22,7 +22,6 @@ from flow_grpo.files import write_atomic
 from flow_grpo.report import summary
 from flow_grpo.rewards.images import open_header, regular_content
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import metric_name
 from flow_grpo.run_folder.reader import RunReader, check_links, value_of
 from flow_grpo.text import number, plain, short_name, six_digits
 
@@ -287,18 +286,16 @@ def _score_charts(
         sets = dict.fromkeys(name for run in runs for name in run.prompt_sets)
         charts += [draw(f"Reward of {name}", _reward_lines(runs, labels, f"reward/{name}"), REWARD_NOTE) for name in sets]
     constant: list[str] = []
-    for name in dict.fromkeys(
-        metric_name(name) for run in runs for name in run.score_names if metric_name(name) != "reward"
-    ):
+    for name in dict.fromkeys(name for run in runs for name in run.score_names if name != "reward"):
         trained = [i for i, run in enumerate(runs) if name in run.trained]
         if same_rewards and trained and all(name == run.score_names[0] for run in runs if run.score_names):
             continue  # it is the reward
         lines = [
-            line for i, run in enumerate(runs) for line in _held_out_lines(run, f"eval/{name}", labels[i] or "held out", i)
+            Line(labels[i] or "held out", series(run.evaluation_rows, f"eval/{name}"), "dots", i)
+            for i, run in enumerate(runs)
         ]
         note = "trained on" if same_rewards else f"trained on by {' and '.join(names[i] for i in trained)}"
-        dropped = [mark for fallen, steps in marks.items() if metric_name(fallen) == name for mark in steps]
-        chart = draw(short_name(name), lines, note if trained else "not trained on", dropped)
+        chart = draw(short_name(name), lines, note if trained else "not trained on", marks.get(name, ()))
         charts.append(chart)
         if not chart and lines[0].points:
             constant.append(f"{short_name(name)}: {number(lines[0].points[-1][1])}")
@@ -314,10 +311,9 @@ def _signal_charts(
         lines = []
         for i, run in enumerate(runs):
             label = names[i] if len(runs) > 1 else title.lower()
-            lines += (
-                _held_out_lines(run, key, label, i) if evaluated else [Line(label, series(run.step_rows, key), "line", i)]
-            )
-        dropped = [key, *(f"{title.lower()} of the {images}" for images in ("images", "pictures"))]  # pictures: runs of 0.3
+            rows, style = (run.evaluation_rows, "dots") if evaluated else (run.step_rows, "line")
+            lines.append(Line(label, series(rows, key), style, i))
+        dropped = [key, f"{title.lower()} of the images"]
         chart = draw(title, lines, note, [mark for name in dropped for mark in marks.get(name, ())])
         values = {y for line in lines for _, y in line.points}
         if chart:
@@ -335,17 +331,8 @@ def _reward_lines(runs: list[RunReader], labels: list[str], key: str) -> list[Li
         if len(runs) == 1:
             lines.append(Line("", points, "faint", i))
         lines.append(Line(f"{labels[i]} in training".strip(), smooth(points), "soft", i))
-        lines += _held_out_lines(run, f"eval/{key}", f"{labels[i]} held out".strip(), i)
+        lines.append(Line(f"{labels[i]} held out".strip(), series(run.evaluation_rows, f"eval/{key}"), "dots", i))
     return lines
-
-
-def _held_out_lines(run: RunReader, key: str, label: str, number: int) -> list[Line]:
-    """A metric of evaluations, and a line for each further size."""
-    own = Line(label, series(run.evaluation_rows, key), "dots", number)
-    return [
-        own,
-        *(Line(f"{label} at {size}", series(run.evaluation_rows, f"{key}@{size}"), "dots", number) for size in run.sizes),
-    ]
 
 
 def series(rows: list[dict], key: str) -> list[Point]:

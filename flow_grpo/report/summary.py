@@ -11,7 +11,7 @@ from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits
 from flow_grpo.evaluation.significance import paired_difference
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL, metric_name, metric_size
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
 
@@ -84,11 +84,7 @@ def _progress(run: RunReader) -> str:
 
 def untrained_metrics(run: RunReader) -> list[dict[str, Any]]:
     """The changes of the rewards that the run was not trained on."""
-    names = (
-        [n for n in run.score_names[1:] if metric_name(n) not in ("reward", *run.trained)]
-        if len(run.evaluation_rows) > 1
-        else []
-    )
+    names = [n for n in run.score_names[1:] if n not in ("reward", *run.trained)] if len(run.evaluation_rows) > 1 else []
     return [{"name": short_name(name), **change(run, name)} for name in names]
 
 
@@ -118,8 +114,7 @@ def paired_error(run: RunReader, metric: str) -> float | None:
 def table(run: RunReader) -> dict[str, Any]:
     """The evaluations: a row for each, a column for each metric, and the change in the last row."""
     names = run.score_names
-    known = {f"{key}@{size}" if size else key: name for size in ("", *run.sizes) for key, name in IMAGE_METRICS.items()}
-    image_metrics = [key for key in known if any(key in row for row in run.evaluation_rows)]
+    image_metrics = [key for key in IMAGE_METRICS if any(key in row for row in run.evaluation_rows)]
     rows = [
         {
             "step": row["step"],
@@ -131,8 +126,8 @@ def table(run: RunReader) -> dict[str, Any]:
     ]
     changes = [change(run, name) for name in names] if len(rows) > 1 else []
     return {
-        "columns": [{"name": short_name(name), "trained": metric_name(name) in ("reward", *run.trained)} for name in names]
-        + [{"name": _short_image_metric(known[key], metric_size(key)), "trained": False} for key in image_metrics],
+        "columns": [{"name": short_name(name), "trained": name in ("reward", *run.trained)} for name in names]
+        + [{"name": IMAGE_METRICS[key].removesuffix(" of the images"), "trained": False} for key in image_metrics],
         "rows": rows,
         "changes": [_change_text(c) for c in changes]
         + [_difference(_gain(run.evaluation_rows, key), 4, sign=True) for key in image_metrics if changes],
@@ -155,10 +150,6 @@ def _difference(value: float | None, decimals: int = 3, sign: bool = False) -> s
     if value is None or not math.isfinite(value):
         return number(value)
     return number(round(value, decimals) + 0.0, decimals, sign=sign)  # + 0.0: -0.0 would have a minus
-
-
-def _short_image_metric(name: str, size: str) -> str:
-    return name.removesuffix(" of the images") + (f" @{size}" if size else "")
 
 
 def cost(run: RunReader) -> dict[str, Any]:
@@ -265,11 +256,9 @@ def monitor_status(run: RunReader) -> str:
     if len(run.evaluation_rows) < 2:
         return ""
     sentences = [f"{limits()} It has not warned."]
-    for size in ("", *run.sizes):
-        at, of = (f"@{size}", f" of {size} pixels") if size else ("", "")
-        for key, name in IMAGE_METRICS.items():
-            values = [row[key + at] for row in run.evaluation_rows if key + at in row]
-            if len(values) > 1 and values[-1] < (1 - MIN_DROP) * max(values):
-                fall = 1 - values[-1] / max(values)
-                sentences.append(f"The {name}{of} fell by {fall:.0%}; the monitor warns from {IMAGE_DROPS[name]:.0%} on.")
+    for key, name in IMAGE_METRICS.items():
+        values = [row[key] for row in run.evaluation_rows if key in row]
+        if len(values) > 1 and values[-1] < (1 - MIN_DROP) * max(values):
+            fall = 1 - values[-1] / max(values)
+            sentences.append(f"The {name} fell by {fall:.0%}; the monitor warns from {IMAGE_DROPS[name]:.0%} on.")
     return " ".join(sentences)

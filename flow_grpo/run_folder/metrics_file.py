@@ -10,7 +10,6 @@ metrics.torn.jsonl.
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,12 @@ from flow_grpo.run_folder.layout import METRICS, TORN
 TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
 NO_SIGNAL = "reward_std"  # the metric that has fallen, to 0, where all images of each prompt got the same reward
 MAX_STEP = 10**12  # no run is longer
-FORMER_NAMES = {  # of 0.3
-    "prompts_resting": "num_prompts_skipped",
-    "resample/rounds": "dynamic_sampling/rounds",
-    "monitor/sharpness": "monitor/high_frequency_power",
-}
-_SIZE = re.compile(r"@(\d+x\d+)$")  # HEIGHTxWIDTH
 LARGE = 1e100  # larger values count as infinite, so that sums and squares of metrics don't overflow
 
 
 def read_metrics(folder: Path) -> list[dict]:
     """All readable rows of a run's metrics, in the order of the file."""
     return [row for line in _lines(folder / METRICS) if (row := parse_row(line)) is not None]
-
-
-def metric_name(metric: str) -> str:
-    """The name of a held-out score without its size: ocr of ocr@64x160."""
-    return _SIZE.sub("", metric)
-
-
-def metric_size(metric: str) -> str:
-    """The further size at which a held-out score was measured, 64x160 of ocr@64x160; "" for the evaluation's own."""
-    match = _SIZE.search(metric)
-    return match[1] if match else ""
-
-
-def _current_name(key: str) -> str:
-    name, at, size = key.partition("@")
-    return f"{FORMER_NAMES.get(name, name)}{at}{size}"
 
 
 def logged_best_step(rows: list[dict]) -> int | None:
@@ -95,9 +72,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
         return None
     numbers = {
-        _current_name(key): bounded(value)
-        for key, value in row.items()
-        if isinstance(value, int | float) and key not in TEXT_FIELDS
+        key: bounded(value) for key, value in row.items() if isinstance(value, int | float) and key not in TEXT_FIELDS
     }
     return {**numbers, **{key: row[key] for key in TEXT_FIELDS if isinstance(row.get(key), str)}}
 

@@ -261,7 +261,6 @@ RESUMABLE = {
     "what is written, and when": ("output_dir", "save_every", "keep_checkpoints", "trackers"),
     "what is measured besides the trained rewards, and when": (
         "evaluation.every",
-        "evaluation.num_images",
         "evaluation.rewards",
     ),
     "where it is computed, which changes numbers by rounding": (
@@ -274,7 +273,6 @@ RESUMABLE = {
         "memory.offload",
         "memory.shard",
         "memory.compile",
-        "memory.attention_backend",
         "memory.offload_trajectories",
         "memory.vae_slicing",
     ),

@@ -7,13 +7,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import bounded, logged_best_step, metric_name, metric_size, read_metrics
+from flow_grpo.run_folder.metrics_file import bounded, logged_best_step, read_metrics
 
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")  # the metric of a reward in training
 SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
@@ -34,24 +34,17 @@ class Content(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class ImageMetrics(Content):
-    """Measures of the held-out images of one size, by prompt."""
+class EvaluationContent(Content):
+    """evaluation.json: values by prompt. flow-grpo 0.4 wrote no `weights`."""
 
-    # sharpness in 0.3
-    high_frequency_power: Numbers = Field(validation_alias=AliasChoices("high_frequency_power", "sharpness"))
+    high_frequency_power: Numbers
     diversity: Numbers = []
-
-
-class EvaluationContent(ImageMetrics):
-    """evaluation.json; flow-grpo 0.3 wrote no `seeds`, `sources` and `sizes`, 0.4 no `weights`."""
-
-    seeds: list[int] = []
+    seeds: list[int]
     trained: list[str]
     weights: dict[str, float] = {}
     prompts: Annotated[list[str], Field(min_length=1)]
     sources: list[str | None] = []
     values: dict[str, Numbers]
-    sizes: dict[str, ImageMetrics] = {}
     extremes: list[int]
 
     @model_validator(mode="after")
@@ -60,9 +53,8 @@ class EvaluationContent(ImageMetrics):
         counts = {count, *map(len, self.values.values()), len(self.sources) or count}
         if len(counts) > 1 or any(not 0 <= index < count for index in self.extremes):
             raise FlowGRPOError("it should have a value for each prompt")
-        wanted = {"": "reward", **{size: f"reward@{size}" for size in self.sizes}}
-        if any(name not in self.values or metric_size(name) != size for size, name in wanted.items()):
-            raise FlowGRPOError("it should have the reward of each size")
+        if "reward" not in self.values:
+            raise FlowGRPOError("it should have the reward")
         return self
 
 
@@ -198,12 +190,12 @@ class RunReader:
         Without the sum on each of several prompt sets.
         """
         names = list(dict.fromkeys(key[5:] for row in self.evaluation_rows for key in row if key.startswith("eval/")))
-        alone = [name for name in names if metric_name(name) != "reward" and not name.startswith(SET_REWARD)]
-        alone.sort(key=lambda name: metric_name(name) not in self.trained)
+        alone = [name for name in names if name != "reward" and not name.startswith(SET_REWARD)]
+        alone.sort(key=lambda name: name not in self.trained)
         weighed = [name for name in self.trained if name in alone]
         weights = [reward.get("weight", 1.0) if isinstance(reward, dict) else reward for reward in self.rewards.values()]
         by_itself = len(weighed) == 1 and [weight for weight in weights if weight] in ([1.0], [])
-        return alone if by_itself else [*(name for name in names if metric_name(name) == "reward"), *alone]  # one is the sum
+        return alone if by_itself else [*(name for name in names if name == "reward"), *alone]  # one is the sum
 
     @property
     def main_metric(self) -> str:
@@ -214,13 +206,8 @@ class RunReader:
     def prompt_sets(self) -> list[str]:
         """The prompt sets whose reward was measured alone, in training or held out."""
         names = [key.removeprefix("eval/") for row in [*self.step_rows, *self.evaluation_rows] for key in row]
-        sets = [metric_name(name)[len(SET_REWARD) :] for name in names if name.startswith(SET_REWARD)]
+        sets = [name[len(SET_REWARD) :] for name in names if name.startswith(SET_REWARD)]
         return list(dict.fromkeys(sets))
-
-    @property
-    def sizes(self) -> list[str]:
-        """The further sizes, HEIGHTxWIDTH, at which it was evaluated."""
-        return list(dict.fromkeys(size for row in self.evaluation_rows for key in row if (size := metric_size(key))))
 
     @property
     def best_step(self) -> int | None:

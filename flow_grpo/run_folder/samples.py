@@ -1,7 +1,7 @@
 """Keeps small images and per-prompt scores of a run, which metrics.jsonl does not hold, for the report and the monitor.
 
 The main process writes. Nothing here uses a random number, so a run's metrics are the same without it.
-For each evaluation and the training step before it these are at most `evaluation.num_images` + 8 images of prompts and 32 of groups:
+For each evaluation and the training step before it these are at most 16 images of prompts and 32 of groups:
 about 0.5 MB of photographs, or 0.2 MB of the embedded model's signs.
 """
 
@@ -22,6 +22,7 @@ from flow_grpo.image_prompt import images_of
 from flow_grpo.run_folder import layout, reader
 from flow_grpo.types import Evaluation, Experience
 
+NUM_FIRST = 8  # prompts, from the first on, whose images are kept of each evaluation
 NUM_EXTREMES = 4  # best prompts, and as many worst ones
 NUM_GROUPS, IMAGES_PER_GROUP = 4, 8  # of a training step, at most
 PROMPT_IMAGE_WIDTH, GROUP_IMAGE_WIDTH = 512, 256  # pixels, of the longer side, at most
@@ -73,19 +74,10 @@ def group_images(
 
 
 class SampleRecorder:
-    """Writes RUN/pictures.
+    """Writes RUN/pictures."""
 
-    Args:
-        num_prompts: the number of held-out prompts, from the first on, whose images are kept; 0 keeps no images and no groups.
-    """
-
-    def __init__(self, folder: Path, num_prompts: int) -> None:
-        self.folder, self.num_prompts = folder, num_prompts
-
-    @property
-    def used_other_noise(self) -> bool:
-        """Whether flow-grpo 0.3 or older has written an evaluation here: it kept no seeds, and its images had other noise."""
-        return any("seeds" not in evaluation for evaluation in reader.read_all(self.folder, layout.EVALUATION))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def save_evaluation(
         self, step: int, evaluation: Evaluation, prompts: list[str], seeds: list[int], weights: dict[str, float]
@@ -98,7 +90,7 @@ class SampleRecorder:
         """
         values = {name: value.tolist() for name, value in evaluation.values.items()}
         extremes = best_and_worst(values["reward"])
-        shown = {*range(self.num_prompts), *extremes} if self.num_prompts else set()
+        shown = {*range(NUM_FIRST), *extremes}
         for index, image in evaluation.images.items():
             if index in shown:
                 self._save_image(self._folder(step) / layout.prompt_image(index), image, PROMPT_IMAGE_WIDTH)
@@ -118,7 +110,7 @@ class SampleRecorder:
 
     def preview_images(self, step: int, prompts: list[str]) -> list[tuple[str, Path]]:
         """The first held-out prompts, each with the path of its image of that step; of a video, with the path of its strip."""
-        first = enumerate(prompts[: self.num_prompts])
+        first = enumerate(prompts[:NUM_FIRST])
         shown = [(prompt, layout.prompt_image(i)) for i, prompt in first]
         return [(prompt, layout.still_image(self._folder(step), name)) for prompt, name in shown]
 

@@ -18,7 +18,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.progress import PhaseProgress, replace_unprintable, show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, metric_name, metric_size, read_metrics
+from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics
 from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import counted, duration, number, short_name
 
@@ -280,7 +280,7 @@ def shown_scores(run: RunReader) -> list[dict[str, float]]:
     """The held-out scores of each evaluation, without the sum of rewards where it is a single reward, which is there by its name."""
     rows = [{key[5:]: value for key, value in row.items() if key.startswith("eval/")} for row in run.evaluation_rows]
     has_sum = "reward" in run.score_names
-    return [{name: value for name, value in row.items() if has_sum or metric_name(name) != "reward"} for row in rows]
+    return [{name: value for name, value in row.items() if has_sum or name != "reward"} for row in rows]
 
 
 def weights_lines(run: RunReader, trained: Path) -> list[str]:
@@ -295,7 +295,7 @@ def weights_lines(run: RunReader, trained: Path) -> list[str]:
     lines = [f"{kind}: {trained}{_scores(run, last, [run.main_metric])}"]
     best = run.folder / layout.BEST
     if run.best_step is not None and run.best_step != last and best.is_dir():
-        untrained = [n for n in run.score_names if metric_name(n) not in ("reward", *run.trained) and not metric_size(n)]
+        untrained = [n for n in run.score_names if n not in ("reward", *run.trained)]
         scores = _scores(run, run.best_step, untrained or [run.main_metric], ", not trained on" if untrained else "")
         lines.append(f"{kind} of the best evaluation: {best}{scores}")
     return lines

@@ -326,8 +326,8 @@ class Remote:
             health = response.json()
             names = [str(name) for name in health["rewards"]]
             name = self.reward or names[0]
-            scope = str(health.get("scopes", {}).get(name, IMAGE))  # a server of 0.3 has images alone
-            stated = _Stated(  # 0.3 states none of them
+            scope = str(health.get("scopes", {}).get(name, IMAGE))
+            stated = _Stated(
                 health.get("frames", {}).get(name),
                 name in health.get("costly", ()),
                 bool(health.get("source_tensors")),

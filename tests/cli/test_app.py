@@ -73,7 +73,6 @@ def test_the_version_is_the_packages(tmp_path):
         (["compare", "short.yaml", "--set", "evaluation.prompts=null"], "names no held-out prompts"),
         (["doctor", "short.yaml", "--step-variance", "--transitions", "cp"], "cp is not a stochastic transition"),
         (["doctor", "tiny_ocr", "--step-variance"], "samples the ODE, which has no stochastic steps"),
-        (["doctor", "tiny_ocr", "--explore"], "samples the ODE, which has no stochastic steps"),  # its name until 0.3
         (["doctor", "short.yaml", "--step-variance", "--noise-levels", "much"], "'much' is not a noise level"),
     ],
 )

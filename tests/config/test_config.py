@@ -512,7 +512,6 @@ def test_a_secret_of_a_reward_is_refused_and_not_shown(setting, sentence):
         "seed",
         "sampling.steps",
         "evaluation.steps",
-        "evaluation.seed",
     ],
 )
 def test_absurd_numbers_are_refused_by_the_settings_name(name):

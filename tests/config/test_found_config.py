@@ -112,7 +112,6 @@ NAMED = [
     ({"rewards": {"fidelity": {"options": {"model": "hf-hub:they/theirs"}}}}, "'hf-hub:they/theirs' in the options of"),
     ({"rewards": {"preference_head": {"options": {"weights": "run"}}}}, "'run' in the options of the reward preference_head"),
     ({"evaluation": {"prompts": "https://127.0.0.1:1/prompts.txt"}}, "the prompts https://127.0.0.1:1/prompts.txt"),
-    ({"memory": {"attention_backend": "flash_hub"}}, "the attention flash_hub, whose code is downloaded"),
     ({"memory": {"embedding_cache_dir": "it_ran"}}, "the folder it_ran to keep embeddings in"),
 ]  # fmt: skip
 

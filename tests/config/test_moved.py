@@ -28,6 +28,12 @@ def test_a_stepwise_objective_has_the_settings_of_sampling():
     assert FlowGRPOConfig(sampling=STEPS_04) == FlowGRPOConfig(sampling={"steps": 6}, objective={"name": "grpo", **STEPS_05})
 
 
+def test_memory_and_evaluation_of_0_4_load():
+    assert FlowGRPOConfig(memory={"vae_slicing": True, "vae_tiling": True}).memory.vae_slicing == "tiles"
+    assert FlowGRPOConfig(memory={"vae_slicing": True, "vae_tiling": False}).memory.vae_slicing is True
+    assert FlowGRPOConfig(evaluation={"num_images": 2}) == FlowGRPOConfig()
+
+
 def test_a_forward_process_objective_had_the_transition_ode():
     new = FlowGRPOConfig(sampling={"steps": 6}, objective="awm")
     for old in ({"steps": 6, "transition": "ode"}, DEFAULTS_04):

@@ -58,7 +58,7 @@ def run(tmp_path_factory) -> Path:
         f"evaluation.prompts={folder / 'held_out.txt'}",
         "evaluation.max_prompts=8",
     ]
-    more = ["evaluation.num_images=5", "evaluation.every=1", "optimizer.lr=0.01", "trackers=[]", "ema_decay=0.5"]
+    more = ["evaluation.every=1", "optimizer.lr=0.01", "trackers=[]", "ema_decay=0.5"]
     FlowGRPOTrainer(args=short_run(folder / "run", "model=tiny", *settings, *more)).train()
     return folder / "run"
 

@@ -213,12 +213,12 @@ def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_pa
 def test_a_vae_takes_less_memory_for_slices_and_less_again_for_tiles():
     size = [*LEAN, "height=96", "width=96", "objective.keep_graphs=false"]
     peaks = []
-    for settings in ("{}", "{vae_slicing: true}", "{vae_slicing: true, vae_tiling: true}"):
+    for settings in ("{}", "{vae_slicing: true}", "{vae_slicing: tiles}"):
         args = FlowGRPOConfig.from_yaml("tiny_grpo", [*size, f"memory={settings}"])
         peaks.append(StepEstimator(args, cuda=True).estimate(8).transient["decoding"])
     whole, sliced, tiled = peaks
     assert tiled < sliced < whole
-    words = ["plan", "tiny_grpo", *size, "memory={vae_tiling: true}", "--gpu", "L4"]
+    words = ["plan", "tiny_grpo", *size, "memory={vae_slicing: tiles}", "--gpu", "L4"]
     result = CliRunner().invoke(cli.app, words)
     assert result.exit_code == 0, result.output
     assert "VAE" in result.output
@@ -519,8 +519,6 @@ def test_a_run_takes_its_steps_and_the_operations_of_its_evaluations(default):
     forward, _, decoding = (default.trace.operations[name] / 2 for name in ("rollout", "update", "decoding"))
     one = (20 + 16) * (default.args.evaluation.steps * forward + decoding) / 1e12
     assert time.seconds == pytest.approx(default.args.steps * step + time.evaluations * one)
-    larger = default.args.evaluation.model_copy(update={"height": 64, "width": 160})
-    assert default.trace.operations_per_image(larger) > 2.5 * default.trace.operations_per_image(default.args.evaluation)
 
 
 def test_no_weights_are_read(monkeypatch):

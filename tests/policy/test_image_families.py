@@ -13,13 +13,12 @@ from support.image_families import IMAGE_TINY, SEVERAL, picture, small_pictures
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import EvaluationConfig, MemoryConfig
+from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.model import check_model
 from flow_grpo.doctor.prompts import reads_last_word
 from flow_grpo.doctor.result import OK
-from flow_grpo.evaluation.generate import check_evaluation_size
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy import policy as policy_module
 from flow_grpo.policy.interception import check_flow, images_to_tensor
@@ -290,7 +289,6 @@ def test_what_a_pipeline_cannot_take_is_refused_in_a_sentence(folders, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["qwen_edit", "qwen_edit_plus"])
-def test_a_pipeline_that_needs_an_image_is_checked_at_other_sizes_and_for_truncation(folders, name):
+def test_a_pipeline_that_needs_an_image_is_checked_for_truncation(folders, name):
     policy = loaded(folders, name)
-    check_evaluation_size(policy, EvaluationConfig(height=64, width=64))
     assert reads_last_word(policy, ImagePrompt("a red cat", [picture(1)]))

@@ -147,18 +147,9 @@ def test_a_run_with_compiled_and_checkpointed_blocks_has_a_ratio_of_exactly_1(fl
         assert trainer.training_step()["ratio/first_update_max_deviation"] == 0
 
 
-def test_attention_backends_are_diffusers_own(flux):
-    call = {"height": 32, "width": 48, "max_sequence_length": 16}
-    expected = velocity(load_policy(str(flux), "cpu", "fp32", **call))
-    math = load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="_native_math"), **call)
-    torch.testing.assert_close(velocity(math), expected, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match=r"memory\.attention_backend=lightning"):
-        load_policy(str(flux), "cpu", "fp32", memory=MemoryConfig(attention_backend="lightning"), **call)
-
-
 def test_slices_are_the_same_images():
     latents = torch.randn(3, 8, 8, 20, generator=torch.Generator().manual_seed(0))
-    sliced = tiny_policy(memory=MemoryConfig(vae_slicing=True, vae_tiling=True))
+    sliced = tiny_policy(memory=MemoryConfig(vae_slicing="tiles"))
     torch.testing.assert_close(sliced.decode(latents), tiny_policy().decode(latents), rtol=0, atol=1e-5)
 
 

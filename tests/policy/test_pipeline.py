@@ -142,15 +142,6 @@ def test_what_a_pipeline_can_not_be_called_with_is_said_in_its_own_words(monkeyp
         policy.schedule(2)
 
 
-def test_a_call_for_images_of_another_size_has_the_other_arguments_and_the_same_weights(shared):
-    larger = shared.at_size(48, None)
-    assert larger.call == {**shared.call, "height": 48}
-    assert larger.schedule(2)[1] == torch.Size([8, 12, 20])
-    assert larger.pipe.transformer is shared.pipe.transformer
-    assert shared.at_size(None, 80) is shared
-    assert shared.schedule(2)[1] == torch.Size([8, 8, 20])
-
-
 def test_probe_images_are_a_multiple_of_the_calls_size_and_differ(shared):
     images = [image.open() for image in shared.probe_images(3)]
     assert [image.size for image in images] == [(160, 64)] * 3

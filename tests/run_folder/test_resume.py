@@ -174,7 +174,7 @@ def test_every_name_in_the_table_is_a_setting():
         ({"rewards": {"ocr": {}}}, {"rewards": {"ocr": {"options": {"several_lines": True}}}}, False),
         ({"rewards": {"ocr": {}}}, {"rewards": {"ocr": {}, "clip": {}}}, False),
         ({}, {"trackers": ["wandb"]}, True),
-        ({}, {"evaluation": {"seed": 7}}, False),
+        ({}, {"evaluation": {"steps": 7}}, False),
         ({}, {"evaluation": {"rewards": ["clip"]}}, True),
         ({"prompts": "a.txt"}, {"prompts": "b.txt"}, False),
         ({"stages": [{"steps": 1}, {"steps": 1}]}, {"stages": [{"steps": 1}, {"steps": 9}]}, True),

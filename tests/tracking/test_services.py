@@ -81,7 +81,7 @@ METRICS = {"reward": 0.1, "rewards//my/../file.py:fn/mean": 0.2}
 def trained(tmp_path_factory) -> Path:
     """A run of two steps that was lost after its second one, and gone on with to the third."""
     folder = tmp_path_factory.mktemp("boards") / "run"
-    args = short_run(folder, "steps=3", "save_every=1", "evaluation.every=1", "evaluation.num_images=1")
+    args = short_run(folder, "steps=3", "save_every=1", "evaluation.every=1")
     small.trainer(args.model_copy(update={"steps": 2})).train()
     (folder / "checkpoints" / "step_000002" / "state.pt").write_bytes(b"lost")
     small.trainer(args).train(resume=True)

@@ -9,7 +9,7 @@ from support.run_contents import MEASURED
 
 from flow_grpo.tracking.tracker import read_metrics
 
-PARTS = ("microbatch=4", "steps=1", "evaluation={prompts: null, num_images: 0}")  # two prompts, each a part
+PARTS = ("microbatch=4", "steps=1", "evaluation.prompts=null")  # two prompts, each a part
 
 
 def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(tmp_path):

@@ -64,7 +64,7 @@ def config(folder: Path, name: str, method: str, **more) -> Path:
             "microbatch": 32,
             "optimizer": {"lr": 1e-2},
             "lora": {"rank": 8, "alpha": 16, "targets": "all"},
-            "evaluation": {"prompts": "held_out.jsonl", "every": 10, "steps": 4, "num_images": 4},
+            "evaluation": {"prompts": "held_out.jsonl", "every": 10, "steps": 4},
             "device": "cpu",
             "dtype": "fp32",
             **METHODS[method],

@@ -180,7 +180,7 @@ def test_a_run_of_sets_from_files_is_evaluated_by_set_and_resumes_exactly(tmp_pa
         args = small.settings(
             prompts=sets,
             output_dir=f"{tmp_path}/{name}",
-            evaluation={"prompts": held_out, "max_prompts": 2, "steps": 2, "every": 1, "num_images": 0},
+            evaluation={"prompts": held_out, "max_prompts": 2, "steps": 2, "every": 1},
             optimizer={"lr": 0.02, "eps": 0.005},
             ema_decay=0,
         )
@@ -214,7 +214,7 @@ def test_a_reward_that_no_held_out_set_has_is_no_metric(tmp_path):
     args = small.settings(
         prompts=f"{tmp_path}/signs.txt",
         output_dir=f"{tmp_path}/run",
-        evaluation={"prompts": held_out, "steps": 2, "every": 1, "num_images": 0},
+        evaluation={"prompts": held_out, "steps": 2, "every": 1},
     )
     args.steps = 1
     FlowGRPOTrainer(small.policy(), [mean, brighter], args).train()

@@ -50,7 +50,7 @@ def config(folder: Path, name: str, method: str, **more) -> Path:
             "microbatch": 16,
             "optimizer": {"lr": 1e-2},
             "lora": {"rank": 4, "alpha": 8},
-            "evaluation": {"prompts": "held_out.txt", "every": 5, "steps": 4, "num_images": 2, "rewards": {"motion": {}}},
+            "evaluation": {"prompts": "held_out.txt", "every": 5, "steps": 4, "rewards": {"motion": {}}},
             "device": "cpu",
             "dtype": "fp32",
             **METHODS[method],
