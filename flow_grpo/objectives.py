@@ -82,17 +82,19 @@ def awm(
     sum_over_latents: bool = False,
 ) -> Loss:
     """Advantage Weighted Matching, arXiv 2509.25050: PPO's clip on `forward_log_prob` at one (sigma, eps)."""
-    log_prob, old_log_prob = (forward_log_prob(image, v, loss_weight, sum_over_latents) for v in (image.v, image.v_rollout))
+    log_prob = forward_log_prob(image, image.v, loss_weight, sum_over_latents)
+    old_log_prob = forward_log_prob(image, image.v_rollout, loss_weight, sum_over_latents)
     return _clipped((log_prob - old_log_prob).exp(), advantage, clip_low, clip_high)
 
 
 def forward_log_prob(
     image: NoisedImage, v: Float[Tensor, "n *latent"], weight: str, sum_over_latents: bool = False
 ) -> Float[Tensor, " n"]:
-    """The stand-in for a velocity's log-probability: minus its weighted matching error at (sigma, eps).
+    """The forward process's stand-in for a velocity's log-probability: minus its weighted matching error at (sigma, eps).
 
-    `adaptive`, of arXiv 2602.04663, is `-sigma mean(e^2) / stop_grad mean|e|` of the velocity's error e; that the divisor is at least
-    1e-5 is an assumption, as nft's and crd's. The others are those of `awm_log_prob`.
+    e is the velocity's error, and l = mean(e^2). `uniform` is -l; `ghuber` is `-(sigma / p) [(l + 1e-10)^p - 1e-10^p]` with p = 0.25;
+    `adaptive`, of arXiv 2602.04663, is `-sigma l / stop_grad mean|e|`; that the divisor is at least 1e-5 is an assumption, as nft's and
+    crd's.
 
     Args:
         sum_over_latents: sum, not mean, over the latent elements, as arXiv 2602.04663 has it.
@@ -100,19 +102,11 @@ def forward_log_prob(
     unit = image.x0[0].numel() if sum_over_latents else 1
     if weight == "adaptive":
         return -image.sigma * image.adaptive_error(v) * unit
-    return awm_log_prob(image.error(v), image.sigma, weight) * unit
-
-
-def awm_log_prob(error: Float[Tensor, " n"], sigma: Float[Tensor, " n"], weight: str = "uniform") -> Float[Tensor, " n"]:
-    """The forward process's stand-in for a log-probability: minus the weighted matching error at sigma.
-
-    `uniform` is the error itself; `ghuber` is `(sigma / p) [(l + 1e-10)^p - 1e-10^p]` of that error l with p = 0.25.
-    """
     if weight == "uniform":
-        return -error
+        return -image.error(v) * unit
     if weight == "ghuber":
         p, floor = 0.25, 1e-10
-        return -(sigma / p) * ((error + floor) ** p - floor**p)
+        return -(image.sigma / p) * ((image.error(v) + floor) ** p - floor**p) * unit
     raise FlowGRPOError(f"unknown weight {weight!r} for awm; choose uniform, ghuber or adaptive.")
 
 
@@ -301,11 +295,14 @@ def opsd(state: GradientState, advantage: Float[Tensor, " n"], advantage_max: fl
 def _clipped(ratio: Float[Tensor, " n"], advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
     """PPO's pessimistic surrogate, arXiv 1707.06347."""
     value = -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
-    clipped = {
+    moved = ratio.detach()
+    metrics = {
+        "ratio/mean": moved,
+        RATIO_DEVIATION: (moved - 1).abs(),
         "clip_ratio/low_mean": ((ratio < 1 - clip_low) & (advantage < 0)).float(),
         "clip_ratio/high_mean": ((ratio > 1 + clip_high) & (advantage > 0)).float(),
     }
-    return Loss(value, {**_ratio_metrics(ratio.detach()), **clipped})
+    return Loss(value, metrics)
 
 
 def _ratio_metrics(ratio: Float[Tensor, " n"]) -> dict[str, Float[Tensor, " n"]]:

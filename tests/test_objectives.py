@@ -284,13 +284,15 @@ def test_awm_is_the_clipped_ratio_of_matching_losses():
         loss = objectives.awm(image, advantage, 0.001, 0.004, weight).value
         torch.testing.assert_close(loss.detach().double(), surrogate(ratio, advantage, 0.001, 0.004), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="unknown weight"):
-        objectives.awm_log_prob(now, image.sigma, "hubber")
+        objectives.forward_log_prob(image, image.v, "hubber")
 
 
 def test_the_log_probability_of_awm_is_the_error_itself_or_a_root_of_it_from_0_on():
     error, sigma = torch.tensor([0.0, 1e-10, 2.0], dtype=torch.float64), torch.tensor([0.5, 0.5, 0.8], dtype=torch.float64)
-    assert torch.equal(objectives.awm_log_prob(error, sigma), -error)
-    root = objectives.awm_log_prob(error, sigma, "ghuber")
+    zeros = torch.zeros(3, 1, dtype=torch.float64)
+    image = NoisedImage(zeros, zeros, sigma, v=error.sqrt()[:, None], v_rollout=zeros)
+    torch.testing.assert_close(objectives.forward_log_prob(image, image.v, "uniform"), -error)
+    root = objectives.forward_log_prob(image, image.v, "ghuber")
     small = -2 * ((2e-10) ** 0.25 - 1e-10**0.25)
     expected = torch.tensor([0.0, small, -3.2 * (2**0.25 - 1e-10**0.25)], dtype=torch.float64)
     torch.testing.assert_close(root, expected, rtol=1e-6, atol=1e-15)

@@ -45,7 +45,7 @@ class Optimizer:
 
     def __init__(self, policy: Policy, config: OptimizerConfig, processes: Processes) -> None:
         self.parameters = list(policy.trainable_parameters().values())
-        self.max_norm, self.processes = config.max_grad_norm, processes
+        self.max_norm, self.processes, self.meter = config.max_grad_norm, processes, policy.meter
         self.is_sharded, self.synchronous_backward = policy.is_sharded, policy.uses_fsdp
         self.adamw = adamw(self.parameters, config)
         self.scaler = torch.amp.GradScaler(policy.device.type, enabled=policy.dtype == torch.float16)
@@ -53,7 +53,8 @@ class Optimizer:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a part of the loss."""
-        self.scaler.scale(loss).backward()
+        with self.meter.phase("backward"):
+            self.scaler.scale(loss).backward()
 
     def reduce_gradients(self) -> Tensor:
         """Sum the gradients of all processes and clip them. Returns the norm before clipping, (), on the device, without a wait."""
@@ -213,13 +214,20 @@ class PolicyUpdate:
         return minibatches
 
     def _compute_gradients(self, batch_loss: BatchLoss, minibatch: Minibatch, totals: LossMetrics) -> None:
-        """Add the gradients and metrics of a minibatch, chunk by chunk, and the gradients of the other processes."""
+        """Add the weighted gradients and metrics of a minibatch, chunk by chunk, and the gradients of the other processes.
+
+        Only one loss's graph is in memory at a time.
+        """
         chunks = list(self._chunks(minibatch, batch_loss.fixed_positions))
         chunks += self._padding_chunks(len(chunks), minibatch.batch_size)
         with self.policy.meter.phase("forward"):
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
-                self._backward(batch_loss, chunk, weight, totals)
+                for loss in batch_loss.losses(chunk, weight > 0):
+                    row_weight = weight.to(loss.value.device, non_blocking=True)
+                    self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
+                    if weight.any():
+                        totals.add(loss, row_weight / batch_loss.count)
         with self.policy.meter.phase("optimizer"):  # the norm is fetched with the losses, by one wait for the GPU
             totals.add_number(GRAD_NORM, self.optimizer.reduce_gradients())
         if not self.mid_step:
@@ -251,15 +259,6 @@ class PolicyUpdate:
             return []
         chunk = torch.arange(min(self.microbatch, batch_size))
         return [(chunk, torch.zeros(len(chunk)))] * (max(self.processes.all_gather(num_chunks)) - num_chunks)
-
-    def _backward(self, batch_loss: BatchLoss, chunk: Tensor, weight: Tensor, totals: LossMetrics) -> None:
-        """Add the weighted gradient and metrics of a chunk's rows; only one loss's graph is in memory at a time."""
-        for loss in batch_loss.losses(chunk, weight > 0):
-            row_weight = weight.to(loss.value.device, non_blocking=True)
-            with self.policy.meter.phase("backward"):
-                self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
-            if weight.any():
-                totals.add(loss, row_weight / batch_loss.count)
 
     def _check_ratio(self, totals: LossMetrics) -> None:
         """Record how far the ratio is from 1 before the first update.

@@ -147,7 +147,7 @@ def test_best_and_worst_prompts_are_those_with_a_number():
 
 
 def test_large_images_are_kept_small(tmp_path):
-    kept_at = samples.SampleRecorder(tmp_path, 1)
+    kept_at = samples.SampleRecorder(tmp_path)
     noise = torch.rand(3, 1024, 768, generator=torch.Generator().manual_seed(0))
     file = tmp_path / "pictures" / "step_000001" / "x.webp"
     kept_at._save_image(file, noise, samples.PROMPT_IMAGE_WIDTH)

@@ -3,6 +3,7 @@ starts at ratio 1, and what surrounds them, resampling, skipped prompts, stages,
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -601,6 +602,7 @@ def test_fp16_that_overflows_for_ever_is_a_clear_error():
         uses_fsdp=False,
         device=torch.device("cpu"),
         dtype=torch.float16,
+        meter=SimpleNamespace(phase=lambda name: nullcontext()),
     )
     optimizer, norms = Optimizer(policy, OptimizerConfig(), Processes()), []
 
