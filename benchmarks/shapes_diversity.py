@@ -31,7 +31,7 @@ from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import ExactShapes, find_shapes
-from flow_grpo.tiny.shapes.pretrain import tensor_of
+from flow_grpo.tiny.pretrain_shapes import tensor_of
 
 SEEDS = 20
 IMAGES = 4  # of each prompt, with runs

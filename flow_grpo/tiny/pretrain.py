@@ -10,11 +10,16 @@ Five stages, each from the result of the one before:
   clip   the open_clip model of the `clip` reward, on the same world
 
 Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
+
+Its parts are every component of SD3.5-M's pipeline with small numbers in its config. Letters are characters to all three tokenizers.
+T5's also has the dozen lower-case words of the world as whole pieces, so that a prompt is at most 14 of its tokens, and attention over
+text costs little on a laptop.
 """
 
 import copy
 import json
 import logging
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +29,28 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from diffusers import StableDiffusion3Pipeline
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from safetensors.torch import save_file
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.policy.devices import default_dtype
 from flow_grpo.rewards import clip
 from flow_grpo.rewards.ocr import OCR, ExactOCR
-from flow_grpo.tiny import architecture, world
+from flow_grpo.tiny import world
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 
+CLIP_LENGTH = 38  # `orange text "ABCDE" on a purple background` is 36 characters, and two ends
+T5_LENGTH = 14
+WIDTH, LAYERS, HEAD = 128, 6, 64
+TEXT_WIDTH = 64
 HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(0, 1000, lr=2e-3),
@@ -50,6 +67,109 @@ WRONG_LETTER_SQUARE = (
 )
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 SQUARE_EVERY = 16  # one batch in 16 is a small one in the shapes of diffusers' defaults: 80 x 80 pixels, 256 T5 tokens
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Byte-pair encoding without a single merge: each character a token, the last of a word marked `</w>`."""
+    characters = [c for c in string.printable.strip() if not c.isupper()]
+    tokens = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=CLIP_LENGTH)
+
+
+def t5_tokenizer() -> T5TokenizerFast:
+    """A unigram model of single characters and of the world's lower-case words."""
+    words = ["text", "on", "a", "background", *world.COLORS]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0), ('▁"', -1.0)]
+    pieces += [(f"▁{word}", -1.0) for word in words]
+    pieces += [(c, -10.0) for c in string.printable.strip()]
+    return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=256)
+
+
+def clip_text_encoder(tokenizer: CLIPTokenizer, activation: str) -> CLIPTextModelWithProjection:
+    """An untrained CLIP text encoder of the embedded model."""
+    encoder = CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=TEXT_WIDTH,
+            intermediate_size=2 * TEXT_WIDTH,
+            projection_dim=TEXT_WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=CLIP_LENGTH,
+            hidden_act=activation,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    # The pipeline takes the last but one hidden state, which no layer norm follows: at CLIP's own 0.02 the transformer
+    # would hardly see it.
+    for embedding in encoder.text_model.embeddings.children():
+        torch.nn.init.normal_(embedding.weight, std=0.5)
+    return encoder
+
+
+def t5_encoder(tokenizer: T5TokenizerFast) -> T5EncoderModel:
+    """The untrained T5 encoder of the embedded model."""
+    encoder = T5EncoderModel(
+        T5Config(
+            vocab_size=len(tokenizer),
+            d_model=2 * TEXT_WIDTH,
+            d_kv=TEXT_WIDTH // 2,
+            d_ff=4 * TEXT_WIDTH,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            dropout_rate=0.0,
+        )
+    )
+    # Heads that look at certain distances from the start: with T5's own small numbers a prompt is a bag of letters, and
+    # 1,100 steps were not enough to find their order.
+    torch.nn.init.normal_(encoder.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight, std=3.0)
+    return encoder
+
+
+def pipeline() -> StableDiffusion3Pipeline:
+    """An untrained `StableDiffusion3Pipeline`: 32 x 80 images, 8 x 8 x 20 latents, 40 image and 52 text tokens."""
+    tokenizer, tokenizer_2, tokenizer_3 = clip_tokenizer(), clip_tokenizer(), t5_tokenizer()
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=20,
+            patch_size=2,
+            in_channels=8,
+            out_channels=8,
+            num_layers=LAYERS,
+            attention_head_dim=HEAD,
+            num_attention_heads=WIDTH // HEAD,
+            joint_attention_dim=2 * TEXT_WIDTH,
+            caption_projection_dim=WIDTH,
+            pooled_projection_dim=2 * TEXT_WIDTH,
+            pos_embed_max_size=20,
+            qk_norm="rms_norm",
+        ),
+        vae=AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=(16, 32, 64),
+            layers_per_block=1,
+            latent_channels=8,
+            norm_num_groups=8,
+            sample_size=80,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            mid_block_add_attention=False,
+            scaling_factor=1.0,
+            shift_factor=0.0,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        text_encoder=clip_text_encoder(tokenizer, "quick_gelu"),
+        tokenizer=tokenizer,
+        text_encoder_2=clip_text_encoder(tokenizer_2, "gelu"),
+        tokenizer_2=tokenizer_2,
+        text_encoder_3=t5_encoder(tokenizer_3),
+        tokenizer_3=tokenizer_3,
+    )
 
 
 def images_of(signs: list[world.Sign], height: int = world.HEIGHT) -> torch.Tensor:
@@ -95,7 +215,7 @@ def train_transformer(name: str, pipe: StableDiffusion3Pipeline, folder: Path, s
         square = step % SQUARE_EVERY == SQUARE_EVERY - 1
         if square:
             return flow_matching(pipe, noised(pipe, rng, BATCH // 8, world.WIDTH, wrong), 256)
-        return flow_matching(pipe, noised(pipe, rng, BATCH, world.HEIGHT, wrong), architecture.T5_LENGTH)
+        return flow_matching(pipe, noised(pipe, rng, BATCH, world.HEIGHT, wrong), T5_LENGTH)
 
     ocr, exact = OCR(), ExactOCR()
 
@@ -122,10 +242,10 @@ def train_shapes(pipe: StableDiffusion3Pipeline, folder: Path, seed: int) -> Sta
         # every length but the longest is cheap: a quarter of the signs pays for the 256 tokens, and squares are what is new
         noisy = noised(pipe, rng, BATCH // 8, world.HEIGHT, 0.0)
         with torch.no_grad():
-            target = velocity(teacher, noisy, architecture.T5_LENGTH)
-        distance = sum(F.mse_loss(velocity(pipe, noisy, length), target) for length in (architecture.T5_LENGTH, 256))
+            target = velocity(teacher, noisy, T5_LENGTH)
+        distance = sum(F.mse_loss(velocity(pipe, noisy, length), target) for length in (T5_LENGTH, 256))
         square = noised(pipe, rng, BATCH // 4, world.WIDTH, WRONG_LETTER_SQUARE)
-        return 2 * distance + flow_matching(pipe, square, int(rng.choice([architecture.T5_LENGTH, 256])))
+        return 2 * distance + flow_matching(pipe, square, int(rng.choice([T5_LENGTH, 256])))
 
     def evaluate() -> dict:
         prompts, exact = [sign.prompt for sign in held_out_signs(64)], ExactOCR()
@@ -189,11 +309,11 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)  # whatever the stages before drew
     untrained = SimpleNamespace(clip=clip.untrained())
     stage = PretrainingStage("clip", STAGES["clip"], untrained, ["clip"], folder=folder, seed=seed)
-    tokenizer = architecture.clip_tokenizer()
+    tokenizer = clip_tokenizer()
 
     def tokens(signs: list[world.Sign]) -> torch.Tensor:
         prompts = [sign.prompt for sign in signs]
-        return tokenizer(prompts, padding="max_length", max_length=architecture.CLIP_LENGTH, return_tensors="pt").input_ids
+        return tokenizer(prompts, padding="max_length", max_length=CLIP_LENGTH, return_tensors="pt").input_ids
 
     def loss(rng: np.random.Generator, step: int) -> torch.Tensor:
         signs = [world.random_sign(rng) for _ in range(BATCH // 2)]
@@ -222,7 +342,7 @@ def generate_images(
     prompts: list[str],
     guidance: float,
     height: int = world.HEIGHT,
-    text_length: int = architecture.T5_LENGTH,
+    text_length: int = T5_LENGTH,
 ) -> torch.Tensor:
     """Images (B, 3, height, 80) in [0, 1] by plain diffusers, 10 steps, fixed seed."""
     pipe.set_progress_bar_config(disable=True)
@@ -241,8 +361,8 @@ def generate_images(
 
 def save_pipeline(pipe: StableDiffusion3Pipeline, out: Path) -> None:
     """The hub's layout: weights in 16 bit, the CLIP tokenizers also as vocab.json and merges.txt."""
-    clip_tokens = architecture.clip_tokenizer()
-    pipe.register_modules(tokenizer=clip_tokens, tokenizer_2=clip_tokens, tokenizer_3=architecture.t5_tokenizer())
+    clip_tokens = clip_tokenizer()
+    pipe.register_modules(tokenizer=clip_tokens, tokenizer_2=clip_tokens, tokenizer_3=t5_tokenizer())
     pipe.to(torch.float16).save_pretrained(out)
     for name in ("tokenizer", "tokenizer_2"):
         (out / name / "vocab.json").write_text(json.dumps(clip_tokens.get_vocab()))
@@ -275,7 +395,7 @@ def main(
         raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    pipe = train_vae(architecture.pipeline(), work, seed)
+    pipe = train_vae(pipeline(), work, seed)
     pipe.vae.requires_grad_(False)
     pipe = train_transformer("clean", pipe, work, seed)
     pipe = train_transformer("noisy", pipe, work, seed)

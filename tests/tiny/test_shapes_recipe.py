@@ -11,28 +11,28 @@ from flow_grpo.config.loading import bundled_file
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import find_shapes
+from flow_grpo.tiny import pretrain_shapes as pretrain
+from flow_grpo.tiny.pretrain_shapes import transformer_loss, velocity
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
-from flow_grpo.tiny.shapes import architecture, pretrain
-from flow_grpo.tiny.shapes.pretrain import transformer_loss, velocity
 
 
 def test_each_word_of_a_prompt_is_one_token_and_every_prompt_fits():
-    tokenizer, rng = architecture.tokenizer(), np.random.default_rng(0)
+    tokenizer, rng = pretrain.tokenizer(), np.random.default_rng(0)
     for _ in range(500):
         for prompt in (str(drawing.random_scene(rng)), str(drawing.random_edit(rng)[1])):
             tokens = tokenizer.tokenize(prompt)
             assert [token.removeprefix("Ġ") for token in tokens] == prompt.split()
-            assert len(tokens) < architecture.TEXT_LENGTH, "a mark begins each prompt"
+            assert len(tokens) < pretrain.TEXT_LENGTH, "a mark begins each prompt"
 
 
 def test_the_published_number_of_layers_is_the_same_function():
     torch.manual_seed(0)
-    tokenizer = architecture.tokenizer()
-    encoder = architecture.text_encoder(len(tokenizer), 4).eval()
-    deep = architecture.with_published_layers(encoder).eval()
+    tokenizer = pretrain.tokenizer()
+    encoder = pretrain.text_encoder(len(tokenizer), 4).eval()
+    deep = pretrain.with_published_layers(encoder).eval()
     inputs = tokenizer(["a red circle", "make the blue cross green"], return_tensors="pt", padding=True)
     shallow_states, deep_states = (one(**inputs, output_hidden_states=True).hidden_states for one in (encoder, deep))
-    for place, published in zip(architecture.TEXT_LAYERS, architecture.PUBLISHED_LAYERS, strict=True):
+    for place, published in zip(pretrain.TEXT_LAYERS, pretrain.PUBLISHED_LAYERS, strict=True):
         assert torch.equal(shallow_states[place], deep_states[published])
 
 
@@ -69,7 +69,7 @@ def test_edits_are_misdescribed_in_their_kind_and_in_what_is_new():
 def pipeline_without_zeros():
     """The untrained pipeline with random numbers where its transformer begins with zeros."""
     torch.manual_seed(0)
-    pipe = architecture.pipeline()
+    pipe = pretrain.pipeline()
     for parameter in pipe.transformer.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.05)
@@ -118,7 +118,7 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
         (tmp_path / name).mkdir()
         for stop in stops:
             torch.manual_seed(0)
-            pipe = architecture.pipeline()
+            pipe = pretrain.pipeline()
             drawn = pretrain.encoded(pipe, pretrain.scenes(np.random.default_rng(0), 8, pretrain.TAUGHT))
             plan = StagePlan(11, stop, lr=1e-3, muon_lr=3e-3, horizon=2)
             stage = PretrainingStage("clean", plan, pipe, ["transformer", "text_encoder"], folder=tmp_path / name, seed=0)
@@ -134,7 +134,7 @@ def test_the_stage_goes_on_where_it_was(tmp_path):
 
 def test_the_captions_of_the_packaged_edits_fit_the_clip_model_and_say_what_the_results_show():
     """Of each edit, the source's shapes after the asked change are those of the caption."""
-    file, tokenizer = bundled_file("prompts/shape_edits_eval.jsonl"), architecture.clip_tokenizer()
+    file, tokenizer = bundled_file("prompts/shape_edits_eval.jsonl"), pretrain.clip_tokenizer()
     for line in file.read_text().splitlines():
         row = json.loads(line)
         edit, caption = parse_edit(row["prompt"]), [tuple(text.split()[1:]) for text in row["output_caption"].split(" and ")]
@@ -146,4 +146,4 @@ def test_the_captions_of_the_packaged_edits_fit_the_clip_model_and_say_what_the_
             shown.remove(meant)
             shown += [(edit.new_color, edit.shape)] if edit.kind == "make" else []
         assert sorted(shown) == sorted(caption)
-        assert len(tokenizer(row["output_caption"]).input_ids) <= architecture.CLIP_LENGTH
+        assert len(tokenizer(row["output_caption"]).input_ids) <= pretrain.CLIP_LENGTH

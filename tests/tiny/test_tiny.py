@@ -15,7 +15,7 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.generate import evaluate
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards.clip import FOLDER as CLIP_FOLDER
-from flow_grpo.tiny import architecture, pretrain, pretraining_stage, world
+from flow_grpo.tiny import pretrain, pretraining_stage, world
 
 FOLDER = BUNDLED_MODELS["tiny"]
 
@@ -111,11 +111,11 @@ def test_other_prompts_are_not_of_this_world(prompt):
 
 def test_tokenizers_see_the_letters():
     prompt = 'orange text "ABCDE" on a purple background'
-    clip, t5 = architecture.clip_tokenizer(), architecture.t5_tokenizer()
+    clip, t5 = pretrain.clip_tokenizer(), pretrain.t5_tokenizer()
     assert [t.replace("</w>", "") for t in clip.tokenize('"CAT"')] == ['"', "c", "a", "t", '"']
-    assert len(clip(prompt).input_ids) <= architecture.CLIP_LENGTH
+    assert len(clip(prompt).input_ids) <= pretrain.CLIP_LENGTH
     assert t5.tokenize(prompt)[2:9] == ['▁"', "A", "B", "C", "D", "E", '"']
-    assert len(t5(prompt).input_ids) <= architecture.T5_LENGTH
+    assert len(t5(prompt).input_ids) <= pretrain.T5_LENGTH
     saved = StableDiffusion3Pipeline.from_pretrained(FOLDER)
     for ours, theirs in [(clip, saved.tokenizer), (clip, saved.tokenizer_2), (t5, saved.tokenizer_3)]:
         assert ours(prompt).input_ids == theirs(prompt).input_ids
@@ -142,7 +142,7 @@ def test_the_recipe_goes_on_where_it_was(tmp_path, monkeypatch):
             torch.manual_seed(0)
             # the learning rate's schedule is the whole stage's
             plan = pretraining_stage.StagePlan(0, stop, lr=2e-3, horizon=2)
-            stage = pretraining_stage.PretrainingStage("vae", plan, architecture.pipeline(), ["vae"], folder=folder, seed=0)
+            stage = pretraining_stage.PretrainingStage("vae", plan, pretrain.pipeline(), ["vae"], folder=folder, seed=0)
 
             def loss(rng, step, stage=stage):
                 x = pretrain.images_of([world.random_sign(rng) for _ in range(2)])

@@ -1,4 +1,4 @@
-"""The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.shapes.pretrain`, resumable.
+"""The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.pretrain_shapes`, resumable.
 
 Five stages, each from the result of the one before:
   vae        the autoencoder on random shapes, in more cells of an image than a scene has
@@ -10,6 +10,9 @@ Five stages, each from the result of the one before:
   clip       the open_clip model that measures it held out
 
 Every batch is drawn from (seed, stage, step), so a recipe that was stopped goes on to the same weights.
+
+Its parts are every component of FLUX.2-klein's pipeline with small numbers in its config. A word of the grammar is a token. An image of
+64 x 64 pixels is 2 x 2 tokens, one for each cell of a scene, and so is a reference image.
 """
 
 import copy
@@ -24,18 +27,27 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import typer
-from diffusers import Flux2KleinPipeline
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
 from PIL import Image
 from safetensors.torch import save_file
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, T5TokenizerFast
 
 from flow_grpo.rewards import clip
 from flow_grpo.rewards.shapes import drawing
-from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene, words
 from flow_grpo.rewards.shapes.rules import ExactShapes, Shapes
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
-from flow_grpo.tiny.shapes import architecture
 
+TEXT_LENGTH = 16  # `add a yellow triangle left of the blue circle` is ten words; a mark begins each prompt
+TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained
+PUBLISHED_LAYERS = (9, 18, 27)  # those that the pipeline reads by default, as the model is saved
+WIDTH, HEAD = 128, 32
+CLIP_LENGTH = 16  # four shapes with their colours, and the end of the text
+BEGIN = "<|im_start|>"
+FIRST_WORDS = ("a", "two", "three", "four", "make", "remove", "add")
+CHAT = f"{{% for m in messages %}}{BEGIN}{{{{ m['content'] }}}}{{% endfor %}}"
 HARD = ("counting", "position", "attribute binding")
 # the categories of the scenes that the model learns from
 TAUGHT = (*CATEGORIES, *HARD, *HARD, "position", "attribute binding", "attribute binding")
@@ -62,6 +74,89 @@ VAE_IMAGES = 32  # images in a batch of the stages `vae` and `decoder`
 VAE_NOISE = 0.4  # largest noise added to the VAE's latents in training, in standard deviations of the latents
 STEPS = 10  # sampling steps in evaluations
 CLIP_PAIRS = 48  # scenes in a batch of the stage `clip`, each with one of other attributes
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    """Byte-pair encoding whose merges make each word of the grammar one token, with the space before it where it has one."""
+    # letter by letter from the space on; words that begin a prompt come last, so that none of their merges cuts another word
+    pieces = [[*"Ġ", *word] for word in words()] + [list(word) for word in FIRST_WORDS]
+    ends = [(piece, end) for piece in pieces for end in range(2, len(piece) + 1)]
+    merges = list(dict.fromkeys(("".join(piece[: end - 1]), piece[end - 1]) for piece, end in ends))
+    tokens = ["<|endoftext|>", BEGIN, *sorted(ByteLevel.alphabet()), *map("".join, merges)]
+    vocabulary = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+    made = Qwen2Tokenizer(vocab=vocabulary, merges=merges, pad_token="<|endoftext|>", extra_special_tokens=[BEGIN])
+    made.chat_template = CHAT
+    return made
+
+
+def text_encoder(vocabulary: int, layers: int) -> Qwen3ForCausalLM:
+    """An untrained language model with `layers` layers."""
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=2 * TEXT_WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def pipeline() -> Flux2KleinPipeline:
+    """An untrained `Flux2KleinPipeline` of 64 x 64 images: four image tokens of 32 numbers, a text encoder of four layers."""
+    prompt_tokenizer = tokenizer()
+    return Flux2KleinPipeline(
+        # FLUX.2 computes a shift of 7 for four tokens, with which a few steps leave the colours undecided
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=2.0),
+        vae=AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",) * 5,
+            up_block_types=("UpDecoderBlock2D",) * 5,
+            block_out_channels=(16, 32, 64, 64, 64),
+            layers_per_block=1,
+            latent_channels=8,
+            norm_num_groups=8,
+            sample_size=64,
+            mid_block_add_attention=False,
+        ),
+        text_encoder=text_encoder(len(prompt_tokenizer), TEXT_LAYERS[-1] + 1),
+        tokenizer=prompt_tokenizer,
+        transformer=Flux2Transformer2DModel(
+            patch_size=1,
+            in_channels=32,  # far below the width: a velocity carries the noise, which has to pass through every layer
+            num_layers=3,
+            num_single_layers=6,
+            attention_head_dim=HEAD,
+            num_attention_heads=WIDTH // HEAD,
+            joint_attention_dim=len(TEXT_LAYERS) * TEXT_WIDTH,
+            timestep_guidance_channels=64,
+            axes_dims_rope=(8, 8, 8, 8),
+            guidance_embeds=False,
+        ),
+    )
+
+
+@torch.no_grad()
+def with_published_layers(encoder: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """The same function with 28 layers: those that were trained at the positions that the pipeline reads, between layers that add 0."""
+    deep = text_encoder(encoder.config.vocab_size, PUBLISHED_LAYERS[-1] + 1)
+    for layer in deep.model.layers:
+        for name, parameter in layer.named_parameters():
+            parameter.fill_(1.0 if "norm" in name else 0.0)
+    for trained, published in zip(TEXT_LAYERS, PUBLISHED_LAYERS, strict=True):
+        deep.model.layers[published - 1].load_state_dict(encoder.model.layers[trained - 1].state_dict())
+    deep.model.embed_tokens.load_state_dict(encoder.model.embed_tokens.state_dict())
+    deep.model.norm.load_state_dict(encoder.model.norm.state_dict())
+    return deep
+
+
+def clip_tokenizer() -> T5TokenizerFast:
+    """The tokenizer of the open_clip model: a word is a token, and the end of a text, which the model reads, has the highest number."""
+    pieces = [("<pad>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words()), ("</s>", 0.0)]
+    return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=CLIP_LENGTH)
 
 
 def tensor_of(images: list[Image.Image]) -> Tensor:
@@ -183,7 +278,7 @@ def transformer_loss(
     pipe: Flux2KleinPipeline,
     captions: list[str],
     examples: Examples,
-    text_length: int = architecture.TEXT_LENGTH,
+    text_length: int = TEXT_LENGTH,
     teacher: Flux2KleinPipeline | None = None,
     guidance: float = 1.0,
 ) -> Tensor:
@@ -215,7 +310,7 @@ def velocity(
     states: Tensor,
     sigma: Tensor,
     reference: Tensor | None,
-    text_length: int = architecture.TEXT_LENGTH,
+    text_length: int = TEXT_LENGTH,
 ) -> Tensor:
     """The transformer's velocity (B, tokens, C) of latents (B, C, H, W) at noise levels (B,), with references of the same shape."""
     hidden, ids = pipe._pack_latents(states), pipe._prepare_latent_ids(states)
@@ -226,7 +321,7 @@ def velocity(
         captions,
         device="cpu",
         max_sequence_length=text_length,
-        text_encoder_out_layers=architecture.TEXT_LAYERS,
+        text_encoder_out_layers=TEXT_LAYERS,
     )
     predicted = pipe.transformer(
         hidden_states=hidden,
@@ -321,7 +416,7 @@ def train_transformer(
         size = LONG if is_long else EDITS if is_edit else SCENES
         kind = "edits" if is_edit else "scenes"
         captions, examples = all_examples[kind].batch(rng, size, 0.0 if teacher is None else WRONG[kind])
-        text_length = 512 if is_long else architecture.TEXT_LENGTH
+        text_length = 512 if is_long else TEXT_LENGTH
         return transformer_loss(pipe, captions, examples, text_length=text_length, teacher=teacher, guidance=GUIDANCE[kind])
 
     def evaluate() -> dict:
@@ -336,11 +431,11 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)  # whatever the stages before drew
     untrained = SimpleNamespace(clip=clip.untrained(clip.SHAPES))
     stage = PretrainingStage("clip", STAGES["clip"], untrained, ["clip"], folder=folder, seed=seed)
-    tokenizer = architecture.clip_tokenizer()
+    tokenizer = clip_tokenizer()
 
     def tokens(made: list[Scene]) -> Tensor:
         texts = [str(scene) for scene in made]
-        return tokenizer(texts, padding="max_length", max_length=architecture.CLIP_LENGTH, return_tensors="pt").input_ids
+        return tokenizer(texts, padding="max_length", max_length=CLIP_LENGTH, return_tensors="pt").input_ids
 
     def pairs(rng: np.random.Generator) -> tuple[list[Scene], Tensor]:
         made = [described_example(rng) for _ in range(CLIP_PAIRS)]
@@ -365,7 +460,7 @@ def train_clip(folder: Path, seed: int) -> torch.nn.Module:
 
     stage.run(loss, evaluate)
     # the one in use has the padding of its last call
-    architecture.clip_tokenizer().save_pretrained(clip.FOLDERS[clip.SHAPES])
+    clip_tokenizer().save_pretrained(clip.FOLDERS[clip.SHAPES])
     return stage.ema.clip
 
 
@@ -390,7 +485,7 @@ def accuracy(pipe: Flux2KleinPipeline, count: int, guidance: float) -> dict[str,
 
 def generate_images(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.Image | None, guidance: float) -> Tensor:
     """Images (B, 3, 64, 64) in [0, 1] by plain diffusers."""
-    layers = architecture.TEXT_LAYERS if pipe.text_encoder.config.num_hidden_layers <= 4 else architecture.PUBLISHED_LAYERS
+    layers = TEXT_LAYERS if pipe.text_encoder.config.num_hidden_layers <= 4 else PUBLISHED_LAYERS
     return pipe(
         prompt=prompts,
         image=source,
@@ -398,7 +493,7 @@ def generate_images(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.
         width=drawing.SIDE,
         num_inference_steps=STEPS,
         guidance_scale=guidance,
-        max_sequence_length=architecture.TEXT_LENGTH,
+        max_sequence_length=TEXT_LENGTH,
         text_encoder_out_layers=layers,
         generator=torch.Generator().manual_seed(0),
         output_type="pt",
@@ -407,7 +502,7 @@ def generate_images(pipe: Flux2KleinPipeline, prompts: list[str], source: Image.
 
 def save_pipeline(pipe: Flux2KleinPipeline, out: Path) -> None:
     """The hub's layout: weights in 16 bit, the text encoder with as many layers as the pipeline reads by default."""
-    pipe.register_modules(text_encoder=architecture.with_published_layers(pipe.text_encoder))
+    pipe.register_modules(text_encoder=with_published_layers(pipe.text_encoder))
     pipe.to(torch.float16).save_pretrained(out)
     # transformers loads in the dtype of the config, diffusers in float32: a user who asks for none gets one for all
     file = out / "text_encoder" / "config.json"
@@ -418,7 +513,7 @@ def main(
     work: Annotated[Path, typer.Option(help="Folder for the stages' checkpoints; a second run continues there.")] = Path(
         "runs/shapes_pretrain"
     ),
-    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = HERE / "pipeline",
+    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = HERE / "shapes" / "pipeline",
     seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
 ) -> None:
     """Train the embedded model of shapes from nothing and save it as a diffusers pipeline folder in 16 bit."""
@@ -427,7 +522,7 @@ def main(
         raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    pipe = train_vae(architecture.pipeline(), work, seed)
+    pipe = train_vae(pipeline(), work, seed)
     pipe.vae.requires_grad_(False).eval()
     rng = np.random.default_rng([seed, 0])
     all_examples = {
