@@ -223,11 +223,11 @@ class PolicyUpdate:
         with self.policy.meter.phase("forward"):
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
+                kept = totals if weight.any() else LossMetrics()  # none are of a chunk that only pads
                 for loss in batch_loss.losses(chunk, weight > 0):
                     row_weight = weight.to(loss.value.device, non_blocking=True)
                     self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
-                    if weight.any():
-                        totals.add(loss, row_weight / batch_loss.count)
+                    kept.add(loss, row_weight / batch_loss.count)
         with self.policy.meter.phase("optimizer"):  # the norm is fetched with the losses, by one wait for the GPU
             totals.add_number(GRAD_NORM, self.optimizer.reduce_gradients())
         if not self.mid_step:
