@@ -18,8 +18,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.rewards.images import Images, in_batches, to_pil, unique
-from flow_grpo.rewards.networks import AUTO, usable_device
-from flow_grpo.rewards.torch_transforms import on_tensors
+from flow_grpo.rewards.networks import AUTO, on_tensors, usable_device
 
 TINY, SHAPES = "flow-grpo-tiny", "flow-grpo-shapes"
 FOLDERS = {TINY: Path(__file__).parent / "tiny_clip", SHAPES: Path(__file__).parent / "shapes_clip"}

@@ -11,8 +11,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.downloads import downloads, hub_file
 from flow_grpo.rewards.images import Images, at_least_float32, in_batches
-from flow_grpo.rewards.networks import AUTO, check_keys, load_exactly, load_tensors, usable_device
-from flow_grpo.rewards.torch_transforms import PREPARED, prepared
+from flow_grpo.rewards.networks import AUTO, PREPARED, check_keys, load_exactly, load_tensors, prepared, usable_device
 
 TOKEN = "<|Reward|>"
 EMBEDDING = "language_model.embed_tokens.weight"

@@ -12,8 +12,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.aesthetic import LinearHead
 from flow_grpo.rewards.downloads import downloads, hub_file
 from flow_grpo.rewards.images import Images, in_batches
-from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors, usable_device
-from flow_grpo.rewards.torch_transforms import on_tensors
+from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors, on_tensors, usable_device
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the raw scores on the authors' test set
 TOKENS = 35  # every prompt is padded or cut to this

@@ -6,8 +6,7 @@ from transformers import AutoProcessor, CLIPModel
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.rewards.images import Images, in_batches, unique
-from flow_grpo.rewards.networks import AUTO, check_keys, usable_device
-from flow_grpo.rewards.torch_transforms import PREPARED, prepared
+from flow_grpo.rewards.networks import AUTO, PREPARED, check_keys, prepared, usable_device
 
 
 class PickScore(nn.Module):

@@ -1203,7 +1203,7 @@ BUGS = [
     ),
     (
         "bicubic values beyond white stay",
-        "rewards/torch_transforms.py",
+        "rewards/networks.py",
         "antialias=True).clamp(0, 1)",
         "antialias=True)",
         "tests/rewards/test_preference_models.py -k values_with_a_gradient",
