@@ -11,9 +11,11 @@ from flow_grpo.rewards.downloads import HubUnreachable
 from flow_grpo.rewards.images import in_batches
 from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors
 
-FILE = "sac+logos+ava1-l14-linearMSE.pth"
-URL = f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{FILE.replace('+', '%2B')}"
-MODEL = "ViT-L-14-quickgelu"  # OpenAI's weights need QuickGELU, which a checkpoint file does not record
+AESTHETIC_FILE = "sac+logos+ava1-l14-linearMSE.pth"
+AESTHETIC_URL = (
+    f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{AESTHETIC_FILE.replace('+', '%2B')}"
+)
+AESTHETIC_MODEL = "ViT-L-14-quickgelu"  # OpenAI's weights need QuickGELU, which a checkpoint file does not record
 
 
 class LinearHead(nn.Module):
@@ -37,13 +39,15 @@ class LinearHead(nn.Module):
         return self.layers(features).squeeze(-1)
 
 
-def _published() -> dict[str, Tensor]:
+def _published_head() -> dict[str, Tensor]:
     try:
-        if constants.HF_HUB_OFFLINE and not Path(torch.hub.get_dir(), "checkpoints", FILE).is_file():
+        if constants.HF_HUB_OFFLINE and not Path(torch.hub.get_dir(), "checkpoints", AESTHETIC_FILE).is_file():
             raise ConnectionError("nothing may be downloaded")
-        return torch.hub.load_state_dict_from_url(URL, map_location="cpu", file_name=FILE, weights_only=True, progress=False)
+        return torch.hub.load_state_dict_from_url(
+            AESTHETIC_URL, map_location="cpu", file_name=AESTHETIC_FILE, weights_only=True, progress=False
+        )
     except OSError as error:
-        raise HubUnreachable(f"{URL}: not in the cache, and it can't be downloaded.") from error
+        raise HubUnreachable(f"{AESTHETIC_URL}: not in the cache, and it can't be downloaded.") from error
 
 
 class Aesthetic(nn.Module):
@@ -60,10 +64,10 @@ class Aesthetic(nn.Module):
         self, weights: str | None = None, pretrained: str = "openai", device: str = AUTO, batch_size: int = 64
     ) -> None:
         super().__init__()
-        state = _published() if weights is None else load_tensors("aesthetic", weights)
-        self.embed = OpenCLIP("aesthetic", MODEL, pretrained, device)
+        state = _published_head() if weights is None else load_tensors("aesthetic", weights)
+        self.embed = OpenCLIP("aesthetic", AESTHETIC_MODEL, pretrained, device)
         self.head = LinearHead(768)
-        load_exactly("aesthetic", self.head, state, weights or FILE)
+        load_exactly("aesthetic", self.head, state, weights or AESTHETIC_FILE)
         self.head.to(self.embed.device).eval().requires_grad_(False)
         self.batch_size = batch_size
 

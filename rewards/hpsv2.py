@@ -9,8 +9,8 @@ from flow_grpo.rewards.downloads import hub_file
 from flow_grpo.rewards.images import Images, in_batches
 from flow_grpo.rewards.networks import AUTO
 
-MODEL = "ViT-H-14"
-MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+HPSV2_MODEL = "ViT-H-14"
+HPSV2_MEAN, HPSV2_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
 class HPSv2(nn.Module):
@@ -24,8 +24,8 @@ class HPSv2(nn.Module):
 
     def __init__(self, weights: str | None = None, device: str = AUTO, batch_size: int = 32) -> None:
         super().__init__()
-        self.embed = OpenCLIP("hpsv2", MODEL, weights or hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
-        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(MEAN, STD)])
+        self.embed = OpenCLIP("hpsv2", HPSV2_MODEL, weights or hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
+        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(HPSV2_MEAN, HPSV2_STD)])
         self.batch_size = batch_size
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:

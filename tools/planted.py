@@ -232,7 +232,7 @@ BUGS = [
     ),
     (
         "two objects in another order make another prompt",
-        "flow_grpo/data/prompt_warnings.py",
+        "flow_grpo/data/prompt_sources.py",
         'sorted(things.split(" and "))',
         'things.split(" and ")',
         "tests/data/test_prompt_overlap.py -k order_of_a_pair",

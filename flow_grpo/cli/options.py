@@ -261,7 +261,7 @@ def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | I
 
 def say_notes(prompts: "PromptSet") -> None:
     """Print how prompts were read, and what in them may not be meant as it is read."""
-    from flow_grpo.data.prompt_warnings import syntax_warnings
+    from flow_grpo.data.prompt_sources import syntax_warnings
 
     for line in (*prompts.notes, *(f"warning: {sentence}" for sentence in syntax_warnings(prompts.prompts))):
         say(line)

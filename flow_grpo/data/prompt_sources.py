@@ -1,8 +1,13 @@
-"""Where prompts come from: files, folders, addresses and data sets by name, and objects of a Python program, each as a `Table`."""
+"""Where prompts come from: files, folders, addresses and data sets by name, and objects of a Python program, each as a `Table`.
 
+And what prompts are warned of: training prompts that are tested on, and syntax of other programs.
+"""
+
+import functools
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +18,7 @@ from flow_grpo.config.sections import FROM_PYTHON
 from flow_grpo.data.prompt_files import MAX_ROWS, SUFFIXES, Table, read_table, table_of_rows, table_of_texts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import check_regular, expanded, write_atomic
+from flow_grpo.image_prompt import images_of, prompt_key, with_images
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
 from flow_grpo.text import counted, has_password, natural_key, without_passwords
 
@@ -23,6 +29,9 @@ MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
 TEXT, ROW = "a text", "a dict by column"  # kinds of prompts in memory
 CAPTIONS = (".txt", ".caption")  # kohya's scripts have the second for the text of an image
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
+ARTICLES = {"a", "an", "the"}
+# kohya's `# comment` and `--w 512`, A1111's `--steps 20`, `<lora:name:0.8>` and `(word:1.2)`, Midjourney's `--ar 16:9`
+SYNTAX = re.compile(r"^#\s|(?<!\S)--[A-Za-z][\w-]*(?=\s|=|$)|<(?:lora|lyco|hypernet):[^<>]+>|\([^()]*[^():\s\d]:\d*\.\d+\)")
 
 
 def is_prompt_file(name: str) -> bool:
@@ -263,6 +272,7 @@ PROMPT_SETS = {
         "DrawBench, 200 prompts in eleven categories (arXiv 2205.11487); without a licence, so that the package does not contain it",
     ),
 }
+BUNDLED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
 
 
 def source_of(name: str) -> str:
@@ -274,3 +284,57 @@ def source_of(name: str) -> str:
 def names_of_sets() -> str:
     """All names, for an error message."""
     return ", ".join(PROMPT_SETS)
+
+
+def normal_form(prompt: str) -> str:
+    """The same text for equivalent prompts."""
+    return prompt_key(with_images(_normal_text(str(prompt)), images_of(prompt)))
+
+
+@functools.lru_cache(maxsize=1 << 16)  # each prompt is compared with several sets
+def _normal_text(text: str) -> str:
+    words = [word for word in text.casefold().rstrip(". \n").split() if word not in ARTICLES]
+    before, of, things = " ".join(words).rpartition(" of ")
+    return before + of + " and ".join(sorted(things.split(" and ")))
+
+
+def held_out_overlap(trained: list[str], held_out: list[str]) -> int:
+    """The number of held-out prompts that are among the training prompts."""
+    known = {normal_form(prompt) for prompt in trained}
+    return sum(normal_form(prompt) in known for prompt in held_out)
+
+
+def benchmark_overlap(trained: list[str], held_out: list[str], source: str | None = None) -> dict[str, int]:
+    """For each named prompt set: how many of its prompts are trained on, not counting those that are held out too.
+
+    Sets that are not part of the package are recognised by their name or address only.
+
+    Args:
+        source: of the training prompts, as in the config.
+    """
+    known = {normal_form(prompt) for prompt in trained} - {normal_form(prompt) for prompt in held_out}
+    shared = {name: sum(normal_form(prompt) in known for prompt in _bundled_prompts(file)) for name, file in BUNDLED.items()}
+    named = {
+        name: len(trained) for name, prompt_set in PROMPT_SETS.items() if source and prompt_set.source == source_of(source)
+    }
+    return {name: count for name, count in {**named, **shared}.items() if count}
+
+
+def _bundled_prompts(source: str) -> list[str]:
+    file = bundled_file(source)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return lines if file.suffix == ".txt" else [json.loads(line)["prompt"] for line in lines]
+
+
+def syntax_warnings(prompts: Sequence[str]) -> list[str]:
+    """A sentence on prompts with marks of another program's syntax; [] if there are none."""
+    found = {prompt: marks for prompt in dict.fromkeys(prompts) if (marks := SYNTAX.findall(prompt))}
+    if not found:
+        return []
+    prompt, marks = next(iter(found.items()))
+    shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
+    return [
+        f"{len(found)} of {len(set(prompts))} prompts have marks of another program's syntax, such as `{marks[0].strip()}` in "
+        f"{shown!r}: comments, options and weights are words here, which the model reads like the rest. Remove them from the prompts "
+        "if they are not meant so."
+    ]

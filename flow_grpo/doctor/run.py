@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.doctor import groups, prompts, resources, rewards, update
+from flow_grpo.doctor import groups, resources, rewards, update
 from flow_grpo.doctor.result import OK, WARNING, CheckResult, CheckSection, failed
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -85,7 +85,7 @@ class RunChecks:
     def check_prompts(self) -> list[CheckResult]:
         """Check the prompts of all stages."""
         trainer = self.trainer
-        return prompts.check_prompts(
+        return groups.check_prompts(
             stages=[stage for _, stage in trainer.state.stages],
             policy=trainer.policy,
             train_prompts=trainer.train_set.prompts,

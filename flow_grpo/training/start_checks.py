@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import ForwardProcess
-from flow_grpo.data.prompt_warnings import benchmark_overlap, held_out_overlap, syntax_warnings
+from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, syntax_warnings
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError

@@ -16,8 +16,8 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.doctor.groups import reads_last_word
 from flow_grpo.doctor.model import check_model
-from flow_grpo.doctor.prompts import reads_last_word
 from flow_grpo.doctor.result import OK
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy import policy as policy_module
