@@ -1,4 +1,5 @@
-"""Agreement of image and prompt, the cosine of their open_clip embeddings, and the distance of an image from the others of its prompt.
+"""Rewards of open_clip's embeddings: agreement of image and prompt, an image's distance from the others of its prompt, HPSv2 and LAION's
+aesthetic score.
 
 The small models of this package are registered with open_clip when this module is imported: `flow-grpo-tiny` knows coloured signs only,
 `flow-grpo-shapes` scenes of coloured shapes only. Any other model name and pretrained tag of open_clip works, and so does a local
@@ -13,17 +14,27 @@ from typing import Any, Literal
 import open_clip
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+import torchvision.transforms.functional as pixels
+from huggingface_hub import constants
+from torch import Tensor, nn
+from torchvision.transforms import Compose, Normalize, ToTensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.downloads import HubUnreachable, downloads
+from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
 from flow_grpo.rewards.images import Images, in_batches, to_pil, unique
-from flow_grpo.rewards.networks import AUTO, on_tensors, usable_device
+from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors, on_tensors, usable_device
 
 TINY, SHAPES = "flow-grpo-tiny", "flow-grpo-shapes"
 FOLDERS = {TINY: Path(__file__).parent / "tiny_clip", SHAPES: Path(__file__).parent / "shapes_clip"}
 FOLDER = FOLDERS[TINY]
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
+HPSV2_MODEL = "ViT-H-14"
+HPSV2_MEAN, HPSV2_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+AESTHETIC_FILE = "sac+logos+ava1-l14-linearMSE.pth"
+AESTHETIC_URL = (
+    f"https://github.com/christophschuhmann/improved-aesthetic-predictor/raw/main/{AESTHETIC_FILE.replace('+', '%2B')}"
+)
+AESTHETIC_MODEL = "ViT-L-14-quickgelu"  # OpenAI's weights need QuickGELU, which a checkpoint file does not record
 
 
 class OpenCLIP(torch.nn.Module):
@@ -187,7 +198,7 @@ class LeastDistance(torch.nn.Module):
     """Cosine distance of an image's open_clip embedding to that of the nearest other image of its group.
 
     Range [0, 2], 0 for an image that is there twice. It is the d of GARDO (arXiv 2512.24138), which took DINOv3;
-    `objective.diversity_weight` weighs advantages by it. Weights: the embedded model (3 MB), which knows coloured signs only;
+    Weights: the embedded model (3 MB), which knows coloured signs only;
     model and pretrained as of `clip`. Gamed by noise, as every measure of diversity: give it weight 0.
     """
 
@@ -210,3 +221,93 @@ def least_distance(features: Tensor) -> Tensor:
     unit = torch.nn.functional.normalize(features, dim=1)
     distance = 1 - (unit @ unit.T).clamp(-1, 1)
     return distance.fill_diagonal_(torch.inf).amin(1)
+
+
+class HPSv2(nn.Module):
+    """Human Preference Score v2.1 (arXiv 2306.09341): the cosine of open_clip's ViT-H-14 with HPSv2's own weights.
+
+    Range: about 0.2 to 0.35. Weights: HPS_v2.1_compressed.pt of xswu/HPSv2 (Apache-2.0, 2 GB), or the same format at
+    `weights`. Memory: 4 GB in float32. Gamed by saturated colours, smooth skin and ornate detail; blind to small text.
+    """
+
+    differentiable = True
+
+    def __init__(self, weights: str | None = None, device: str = AUTO, batch_size: int = 32) -> None:
+        super().__init__()
+        self.embed = OpenCLIP("hpsv2", HPSV2_MODEL, weights or hub_file("xswu/HPSv2", "HPS_v2.1_compressed.pt"), device)
+        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(HPSV2_MEAN, HPSV2_STD)])
+        self.batch_size = batch_size
+
+    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        return in_batches(self._score, images, prompts, self.batch_size)
+
+    def _score(self, images: Images, prompts: list[str]) -> Tensor:
+        return (self.embed.encode_images(images) * self.embed.encode_prompts(prompts)).sum(-1)
+
+    def _fit(self, images: Tensor) -> Tensor:
+        """Scale the longer side of images (..., 3, H, W) to fit and pad with black, as HPSv2 does; CLIP would crop."""
+        size, sides = self.embed.model.visual.image_size[0], images.shape[-2:]
+        scale = size / max(sides)
+        height, width = (round(side * scale) for side in sides)
+        left, top = (size - width) // 2, (size - height) // 2
+        scaled = pixels.resize(images, [height, width], pixels.InterpolationMode.BICUBIC)
+        return pixels.pad(scaled, [left, top, size - width - left, size - height - top])
+
+
+class LinearHead(nn.Module):
+    """Five linear layers without activations, as published; the dropout is active in training only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(width, 1024),
+            nn.Dropout(0.2),
+            nn.Linear(1024, 128),
+            nn.Dropout(0.2),
+            nn.Linear(128, 64),
+            nn.Dropout(0.1),
+            nn.Linear(64, 16),
+            nn.Linear(16, 1),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """features (B, width); returns (B,)."""
+        return self.layers(features).squeeze(-1)
+
+
+def _published_head() -> dict[str, Tensor]:
+    try:
+        if constants.HF_HUB_OFFLINE and not Path(torch.hub.get_dir(), "checkpoints", AESTHETIC_FILE).is_file():
+            raise ConnectionError("nothing may be downloaded")
+        return torch.hub.load_state_dict_from_url(
+            AESTHETIC_URL, map_location="cpu", file_name=AESTHETIC_FILE, weights_only=True, progress=False
+        )
+    except OSError as error:
+        raise HubUnreachable(f"{AESTHETIC_URL}: not in the cache, and it can't be downloaded.") from error
+
+
+class Aesthetic(nn.Module):
+    """LAION's aesthetic predictor v2 (arXiv 2210.08402): the predicted rating of the image by people, without the prompt.
+
+    Range: about 1 to 10, 5 to 7 for good images. Weights: sac+logos+ava1-l14-linearMSE.pth (Apache-2.0, 4 MB, from GitHub)
+    or the same format at `weights`, on OpenAI's ViT-L/14 (MIT, 1.7 GB) or a local checkpoint of it at `pretrained`. Memory:
+    1.8 GB. Gamed by ignoring the prompt: painterly haze, sunsets and portraits score high on their own.
+    """
+
+    reads_prompts, differentiable = False, True
+
+    def __init__(
+        self, weights: str | None = None, pretrained: str = "openai", device: str = AUTO, batch_size: int = 64
+    ) -> None:
+        super().__init__()
+        state = _published_head() if weights is None else load_tensors("aesthetic", weights)
+        self.embed = OpenCLIP("aesthetic", AESTHETIC_MODEL, pretrained, device)
+        self.head = LinearHead(768)
+        load_exactly("aesthetic", self.head, state, weights or AESTHETIC_FILE)
+        self.head.to(self.embed.device).eval().requires_grad_(False)
+        self.batch_size = batch_size
+
+    def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        return in_batches(lambda images, _: self.head(self.embed.encode_images(images)), images, prompts, self.batch_size)

@@ -9,7 +9,7 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 from transformers import AutoTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.aesthetic import LinearHead
+from flow_grpo.rewards.clip import LinearHead
 from flow_grpo.rewards.downloads import downloads, hub_file
 from flow_grpo.rewards.images import Images, in_batches
 from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors, on_tensors, usable_device

@@ -715,7 +715,7 @@ BUGS = [
     ),
     (
         "HPSv2 sees the middle of the picture",
-        "rewards/hpsv2.py",
+        "rewards/clip.py",
         "        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(MEAN, STD)])\n",
         "",
         "tests/rewards/test_preference_models.py -k hpsv2_is",
