@@ -716,7 +716,7 @@ BUGS = [
     (
         "HPSv2 sees the middle of the picture",
         "rewards/clip.py",
-        "        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(MEAN, STD)])\n",
+        "        self.embed.preprocess = Compose([ToTensor(), self._fit, Normalize(HPSV2_MEAN, HPSV2_STD)])\n",
         "",
         "tests/rewards/test_preference_models.py -k hpsv2_is",
     ),
