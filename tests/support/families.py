@@ -14,7 +14,7 @@ import torch
 import transformers as t
 from tokenizers.pre_tokenizers import ByteLevel
 
-from flow_grpo.tiny import architecture
+from flow_grpo.tiny import pretrain
 
 WIDTH = 32
 CHAT = (
@@ -109,13 +109,13 @@ def clip(tokenizer: t.CLIPTokenizer, projected: bool) -> torch.nn.Module:
 
 
 def clip_tokenizer() -> t.CLIPTokenizer:
-    tokenizer = architecture.clip_tokenizer()
+    tokenizer = pretrain.clip_tokenizer()
     tokenizer.model_max_length = 77
     return tokenizer
 
 
 def t5() -> tuple[t.T5TokenizerFast, t.T5EncoderModel]:
-    tokenizer = architecture.t5_tokenizer()
+    tokenizer = pretrain.t5_tokenizer()
     config = t.T5Config(vocab_size=len(tokenizer), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=2, num_heads=2)
     return tokenizer, t.T5EncoderModel(config)
 
@@ -158,7 +158,7 @@ def dynamic(**more: Any) -> d.FlowMatchEulerDiscreteScheduler:
 
 
 def sd3() -> d.StableDiffusion3Pipeline:
-    return architecture.pipeline()
+    return pretrain.pipeline()
 
 
 def flux() -> d.FluxPipeline:
@@ -252,7 +252,7 @@ def lumina2() -> d.Lumina2Pipeline:
 
 
 def aura_flow() -> d.AuraFlowPipeline:
-    tokenizer = architecture.t5_tokenizer()
+    tokenizer = pretrain.t5_tokenizer()
     config = t.UMT5Config(vocab_size=len(tokenizer), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=2, num_heads=2)
     return d.AuraFlowPipeline(
         scheduler=flow(), vae=vae(), text_encoder=t.UMT5EncoderModel(config), tokenizer=tokenizer,
@@ -276,7 +276,7 @@ def chroma() -> d.ChromaPipeline:
 
 
 def cogview4() -> d.CogView4Pipeline:
-    tokenizer = architecture.t5_tokenizer()
+    tokenizer = pretrain.t5_tokenizer()
     return d.CogView4Pipeline(
         scheduler=flow(base_shift=0.25, max_shift=0.75, base_image_seq_len=256, use_dynamic_shifting=True, time_shift_type="linear"),
         vae=vae(), text_encoder=t.GlmModel(t.GlmConfig(**decoder(len(tokenizer)), pad_token_id=0)), tokenizer=tokenizer,
@@ -497,7 +497,7 @@ def ideogram4() -> d.Ideogram4Pipeline:
 
 
 def wan() -> d.WanPipeline:
-    tokenizer = architecture.t5_tokenizer()
+    tokenizer = pretrain.t5_tokenizer()
     config = t.UMT5Config(vocab_size=len(tokenizer), d_model=WIDTH, d_kv=16, d_ff=WIDTH, num_layers=2, num_heads=2)
     return d.WanPipeline(
         scheduler=d.UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
