@@ -229,9 +229,6 @@ def test_a_comparison_reads_its_evaluations_up_to_the_first_torn_one(tmp_path):
         one.add(point)
     assert [point.evaluation for point in one.points()] == [0, 1, 2]
     lines = (tmp_path / CURVE).read_text().splitlines()
-    former = [line.replace('"evaluation"', '"slice"').replace('"extra_parameters"', '"critic"') for line in lines]
-    (tmp_path / CURVE).write_text("\n".join(former))
-    assert [point.evaluation for point in one.points()] == [0, 1, 2], "as 0.3 wrote it"
     for torn in (lines[1][:30], "[]", '{"evaluation": 1}', lines[1].replace("8", '"many"'), "\ufeff"):
         (tmp_path / CURVE).write_text("\n".join([lines[0], torn, lines[2]]))
         assert [point.evaluation for point in one.points()] == [0]
