@@ -197,8 +197,9 @@ _register()
 class LeastDistance(torch.nn.Module):
     """Cosine distance of an image's open_clip embedding to that of the nearest other image of its group.
 
-    Range [0, 2], 0 for an image that is there twice. It is the d of GARDO (arXiv 2512.24138), which took DINOv3. Weights: the
-    embedded model (3 MB), which knows coloured signs only; model and pretrained as of `clip`. Gamed by noise, as every measure of diversity: give it weight 0.
+    Range [0, 2], 0 for an image that is there twice. It is the d of GARDO (arXiv 2512.24138), which took DINOv3. Weights: the embedded
+    model (3 MB), which knows coloured signs only; model and pretrained as of `clip`. Gamed by noise, as every measure of diversity: give
+    it weight 0.
     """
 
     scope = "group"
