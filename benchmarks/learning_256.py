@@ -41,7 +41,7 @@ from flow_grpo.files import write_atomic  # noqa: E402
 from flow_grpo.policy.memory import compile_blocks  # noqa: E402
 from flow_grpo.run_folder import layout  # noqa: E402
 from flow_grpo.run_folder.reader import RunReader  # noqa: E402
-from flow_grpo.tiny import architecture, pretrain, world  # noqa: E402
+from flow_grpo.tiny import pretrain, world  # noqa: E402
 from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan  # noqa: E402
 
 SIZE = 256
@@ -95,7 +95,7 @@ def images_of(signs: list[world.Sign], device: str) -> torch.Tensor:
 
 def untrained(small: bool) -> diffusers.StableDiffusion3Pipeline:
     """The embedded model's pipeline with a larger transformer and a VAE of eight pixels a side of a latent."""
-    pipe = architecture.pipeline()
+    pipe = pretrain.pipeline()
     layers, heads, channels = (2, 1, (8, 8, 8, 8)) if small else (LAYERS, HEADS, VAE_CHANNELS)
     settings = {"num_layers": layers, "num_attention_heads": heads, "caption_projection_dim": 64 * heads, "in_channels": 16,
                 "out_channels": 16, "sample_size": SIZE // 8, "pos_embed_max_size": SIZE // 8}  # fmt: skip
@@ -135,7 +135,7 @@ def flow_loss(
     sigma, eps = (3 * u / (1 + 2 * u)).view(-1, 1, 1, 1), torch.randn_like(x0)
     with autocast(device):
         embeds, _, pooled, _ = pipe.encode_prompt(
-            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=architecture.T5_LENGTH
+            captions, None, None, do_classifier_free_guidance=False, max_sequence_length=pretrain.T5_LENGTH
         )
         v = pipe.transformer((1 - sigma) * x0 + sigma * eps, embeds, pooled, 1000 * sigma.flatten(), return_dict=False)[0]
     return F.mse_loss(v.float(), eps - x0)
@@ -189,7 +189,7 @@ def sample_sheet(pipe: diffusers.StableDiffusion3Pipeline, count: int = 8) -> Im
     with torch.no_grad(), autocast(pipe.device.type):
         images = pipe(
             [sign.prompt for sign in signs], height=SIZE, width=SIZE, num_inference_steps=10, guidance_scale=1,
-            max_sequence_length=architecture.T5_LENGTH, generator=torch.Generator("cpu").manual_seed(0),
+            max_sequence_length=pretrain.T5_LENGTH, generator=torch.Generator("cpu").manual_seed(0),
         ).images  # fmt: skip
     return side_by_side(images)
 

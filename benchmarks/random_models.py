@@ -24,9 +24,9 @@ def building(device: str) -> Iterator[None]:
 
 def build(kind: str, small: bool, device: str = "cpu") -> diffusers.DiffusionPipeline:
     """A pipeline of kind `flux_dev` or of `SD3`, its transformer and VAE on the device; `small` shrinks all of it."""
-    from flow_grpo.tiny import architecture
+    from flow_grpo.tiny import pretrain
 
-    clip, t5 = architecture.clip_tokenizer(), architecture.t5_tokenizer()
+    clip, t5 = pretrain.clip_tokenizer(), pretrain.t5_tokenizer()
     clip.model_max_length = 77  # to which prompts are padded, as the real one does
     width = 64 if small else 4096
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)

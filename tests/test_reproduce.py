@@ -12,7 +12,7 @@ import torch
 from support.hub_server import local_hub, settings
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.tiny import architecture
+from flow_grpo.tiny import pretrain
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "reproduce.py"
 WEIGHTS = {
@@ -62,7 +62,7 @@ def published_layout(tmp_path_factory) -> Path:
     """A random pipeline with the files that stabilityai/stable-diffusion-3.5-medium has."""
     folder = tmp_path_factory.mktemp("sd35")
     torch.manual_seed(0)
-    pipe = architecture.pipeline()
+    pipe = pretrain.pipeline()
     pipe.save_pretrained(folder)
     encoder = pipe.text_encoder_3
     (folder / "text_encoder_3" / "model.safetensors").unlink()

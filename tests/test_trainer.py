@@ -26,7 +26,7 @@ from flow_grpo.policy import devices
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder import checkpoint
-from flow_grpo.tiny import architecture
+from flow_grpo.tiny import pretrain
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import setup
@@ -759,7 +759,7 @@ def test_the_critic_has_the_seed_of_the_run(tmp_path):
 
 def test_a_models_place_may_be_given_and_its_prompts_alone_are_encoded(tmp_path):
     """Once all prompts of a run, held out ones too, have their embeddings on disk, the text encoders are not loaded."""
-    architecture.pipeline().save_pretrained(tmp_path / "model")
+    pretrain.pipeline().save_pretrained(tmp_path / "model")
     size = {"height": 32, "width": 80, "pipeline_kwargs": {"max_sequence_length": 14}}
     args = small.settings(
         memory={"embedding_cache_dir": str(tmp_path / "kept")}, device="cpu", evaluation={"steps": 2}, **size
