@@ -40,7 +40,7 @@ def test_a_part_is_scored_while_the_next_is_drawn_and_the_numbers_are_the_same(t
     plain.train()
     trainer.train()
     assert was_drawn == [True, True]
-    assert drawn == [4, 4]
+    assert drawn[:2] == [4, 4]  # the images that are kept are decoded after them
     rows = [
         [
             {k: v for k, v in row.items() if not k.startswith((*MEASURED, "rewards/"))}
