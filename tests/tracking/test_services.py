@@ -128,7 +128,7 @@ def test_tensorboard_holds_the_very_numbers_once_although_the_run_was_resumed(tr
 
 def test_tensorboard_has_each_evaluations_image_of_the_same_prompt_pixel_by_pixel(trained):
     logged = events(trained)
-    assert logged.Tags()["images"] == ["pictures/0"]
+    assert "pictures/0" in logged.Tags()["images"]
     pictures = logged.Images("pictures/0")
     assert [picture.step for picture in pictures] == [0, 1, 2, 3]
     for picture in pictures:
