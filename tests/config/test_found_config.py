@@ -180,7 +180,7 @@ def test_sample_export_report_and_compare_run_nothing_of_a_found_config(run_with
     (folder / "other" / "tiny_grpo" / "seed0").mkdir(parents=True)
     shutil.copy(folder / "run" / "config.yaml", folder / "other" / "tiny_grpo" / "seed0")
     (folder / "other" / "tiny_grpo" / "seed0" / "curve.jsonl").write_text(
-        '{"slice": 0, "step": 0, "seconds": 0, "images": 0, "kl": 0, "memory_mb": 0, "critic": 0, "values": {"reward": 0}}\n'
+        '{"evaluation": 0, "step": 0, "seconds": 0, "images": 0, "kl": 0, "memory_mb": 0, "extra_parameters": 0, "values": {"reward": 0}}\n'
     )
     assert "started with other settings" in run("compare", "tiny_grpo", "--out", "other", cwd=folder, code=2)
     assert not run_with.marker.exists()
