@@ -75,7 +75,7 @@ def read_history(evaluations: list[dict[str, Any]]) -> list[EvaluationRecord]:
     """The records of all evaluations so far, from their evaluation.json."""
     records = []
     for e in evaluations:
-        values = e["values"]
+        values = {name: of_name for name, of_name in e["values"].items() if "@" not in name}  # 0.4 had further sizes
         untrained_rewards = {name: v for name, v in values.items() if name != "reward" and name not in e["trained"]}
         image_metrics = {HIGH_FREQUENCY_POWER: e["high_frequency_power"], DIVERSITY: e.get("diversity", [])}
         weights = e.get("weights", {})  # flow-grpo 0.4 kept none
