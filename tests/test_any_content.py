@@ -172,7 +172,9 @@ def test_what_a_run_writes_of_its_pictures_is_not_passed_over(shown):
     assert [e["step"] for e in run.evaluations] == [0, 1, 2]
     assert [g["step"] for g in run.groups] == [1, 2]
     assert run.machine["device"] == "A CPU"
-    assert not any("@" in name for record in hacking.read_history(run.evaluations) for name in record.watched), "sizes of 0.4"
+    assert not any("@" in name for record in hacking.read_history(run.evaluations) for name in record.watched), (
+        "sizes of 0.4"
+    )
 
 
 ODD = (["a"], "x", 3, None, {"a": ["b"]})
