@@ -312,3 +312,9 @@ def test_a_derived_seed_has_48_bits_of_which_all_vary():
     seeds = [sampling.derived_seed(seed, "evaluation", place) for seed in range(8) for place in range(8)]
     assert len(set(seeds)) == 64
     assert [bit for bit in range(64) if len({seed >> bit & 1 for seed in seeds}) == 2] == list(range(48))
+
+
+def test_a_number_of_each_row_is_broadcast_over_the_row():
+    x = torch.ones(4, 2, 2)
+    by_row = torch.arange(4.0).reshape(sampling.number_shape(x)) * x
+    assert torch.equal(by_row.flatten(1), torch.arange(4.0)[:, None].expand(4, 4))
