@@ -200,6 +200,15 @@ def test_sample_draws_an_evaluations_image_again_by_the_seed_that_is_kept_of_it(
     assert (again[0] - images[1]).abs().max() <= 1 / 255 + 1e-6, "but for rounding to the file's eight bits"
 
 
+@pytest.mark.parametrize("after", [["HOT", "CAT"], ["HOT"], ["HOT", "DOG"]])
+def test_before_and_after_stand_side_by_side_only_of_the_same_prompts(tmp_path, after):
+    images = dict(enumerate(torch.rand(2, 3, 8, 8)))
+    save_before_after(tmp_path, True, images, ["HOT", "DOG"], "tiny")
+    save_before_after(tmp_path, False, images, after, "tiny")
+    assert (tmp_path / "after.png").exists()
+    assert (tmp_path / "before_after.png").exists() == (after == ["HOT", "DOG"])
+
+
 def test_every_lora_is_compared_with_its_own_base(run, drawn):
     targets = [*drawn[0][:2], ModelTarget("b2", "", FlowGRPOConfig.from_yaml("tiny_ocr", ["width=96"])), drawn[0][3]]
     assert [reference(t, targets).name for t in targets[1:]] == ["base", "base", "base"]
