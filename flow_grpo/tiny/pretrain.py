@@ -18,7 +18,6 @@ text costs little on a laptop.
 
 import copy
 import json
-import logging
 import string
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +44,7 @@ from flow_grpo.policy.devices import default_dtype
 from flow_grpo.rewards import clip
 from flow_grpo.rewards.ocr import OCR, ExactOCR
 from flow_grpo.tiny import world
-from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
+from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
 
 CLIP_LENGTH = 38  # `orange text "ABCDE" on a purple background` is 36 characters, and two ends
 T5_LENGTH = 14
@@ -390,11 +389,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
 ) -> None:
     """Train the embedded model from nothing and save it as a diffusers pipeline folder in 16 bit."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if not hasattr(torch.optim, "Muon"):
-        raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
-    work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
+    begin(work, seed)
     pipe = train_vae(pipeline(), work, seed)
     pipe.vae.requires_grad_(False)
     pipe = train_transformer("clean", pipe, work, seed)

@@ -16,7 +16,6 @@ Its parts are every component of FLUX.2-klein's pipeline with small numbers in i
 """
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from flow_grpo.rewards import clip
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene, words
 from flow_grpo.rewards.shapes.rules import ExactShapes, Shapes
-from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
+from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
 
 TEXT_LENGTH = 16  # `add a yellow triangle left of the blue circle` is ten words; a mark begins each prompt
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained
@@ -517,11 +516,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
 ) -> None:
     """Train the embedded model of shapes from nothing and save it as a diffusers pipeline folder in 16 bit."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    if not hasattr(torch.optim, "Muon"):
-        raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
-    work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(seed)
+    begin(work, seed)
     pipe = train_vae(pipeline(), work, seed)
     pipe.vae.requires_grad_(False).eval()
     rng = np.random.default_rng([seed, 0])

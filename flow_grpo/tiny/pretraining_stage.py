@@ -21,6 +21,15 @@ SAVE_EVERY = 100
 logger = logging.getLogger(__name__)
 
 
+def begin(work: Path, seed: int) -> None:
+    """Make the folder of a recipe's checkpoints, and seed the weights. SystemExit if this torch has no Muon."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if not hasattr(torch.optim, "Muon"):
+        raise SystemExit(f"the recipe needs torch.optim.Muon, that is torch 2.9 or newer; this is {torch.__version__}.")
+    work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """How long a stage is and how fast it learns.
