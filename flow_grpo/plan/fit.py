@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data.prompts import load_run_prompts
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -19,10 +20,12 @@ from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, default_dtype
 from flow_grpo.policy.families import makes_videos
 from flow_grpo.policy.step_meter import peak_memory
-from flow_grpo.progress import phase
+from flow_grpo.progress import phase, tell
+from flow_grpo.rewards import Reward
+from flow_grpo.rewards.downloads import is_missing_download, offline_mode
 from flow_grpo.text import gigabytes
 from flow_grpo.tracking.tracker import RunTime
-from flow_grpo.training.setup import build_rewards, load_unless_costly
+from flow_grpo.training.setup import build_rewards, load_unless_costly, unscored
 
 MAX_SCORED = 128  # images that the rewards get while their memory is measured
 MAX_SLOWDOWN = 3.0  # of a dtype, before there is a warning
@@ -108,9 +111,9 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
     """Bytes that libraries and rewards take on a CPU at their peak, while the images of a step are scored.
 
     What they free is not available to the model, as each allocator keeps its memory. Rewards that cost a person's time or money are not
-    called.
+    called, and nothing is downloaded.
     """
-    rewards, _ = build_rewards(args, load=load_unless_costly)
+    rewards, _ = build_rewards(args, load=_load_if_here)
     images = args.prompts_per_step * args.images_per_prompt
     frames = [args.pipeline_kwargs.get("num_frames", 1)] if makes_videos(hub.pipeline_class(args.model)) else []
     max_images = max(MAX_SCORED // math.prod(frames), min(args.images_per_prompt, MAX_SCORED))
@@ -120,6 +123,18 @@ def baseline_memory(args: FlowGRPOConfig) -> float:
     with phase("measuring the memory of the rewards"):
         rewards(images_scored, batch.prompts, **batch.columns())
     return peak_memory(torch.device("cpu")) + (images / len(images_scored) - 1) * images_scored.nbytes
+
+
+def _load_if_here(name: str, setting: RewardConfig) -> Reward:
+    """As `load_unless_costly`, but `unscored` in place of a reward whose weights would have to be downloaded, with a sentence."""
+    try:
+        with offline_mode():
+            return load_unless_costly(name, setting)
+    except FlowGRPOError as error:
+        if not is_missing_download(error):
+            raise
+    tell(f"The memory of the reward {name} is not counted: its weights are not on this machine.")
+    return unscored
 
 
 @dataclass(frozen=True)

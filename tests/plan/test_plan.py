@@ -724,6 +724,15 @@ def test_a_reward_that_costs_time_or_money_is_not_called_to_measure_memory(tmp_p
     assert (tmp_path / "called").is_file()
 
 
+def test_a_reward_that_would_be_downloaded_is_left_out_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    args = FlowGRPOConfig.from_yaml("tiny_grpo", ["rewards={pickscore: 1}", "evaluation.prompts=null"])
+    with pytest.warns(
+        UserWarning, match="The memory of the reward pickscore is not counted: its weights are not on this machine"
+    ):
+        assert fit.baseline_memory(args) > 0
+
+
 def test_a_rollout_with_guidance_takes_two_passes_a_step_and_the_update_none_more(lean, default):
     guided = StepEstimator(FlowGRPOConfig.from_yaml("tiny_ocr", [*lean, "sampling.guidance=3"]), cuda=True)
     forward, images = default.trace.forward_operations / 2, 64
