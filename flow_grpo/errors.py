@@ -25,6 +25,10 @@ class RetryableError(FlowGRPOError):
     """An error that may not come again with the same command: a reward server is down, a hub can't be reached, a folder is in use."""
 
 
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
 class PeerLost(RetryableError):
     """Another process of the run has failed or is gone, which ends this one.
 

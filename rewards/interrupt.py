@@ -1,4 +1,4 @@
-"""Daemon threads for calls that may hang, and processes that exit with their parent, so that a hanging call never blocks an exit."""
+"""Calls that may hang, in daemon threads, so that they block neither Ctrl-C nor an exit; and processes that exit with their parent."""
 
 import atexit
 import contextlib
@@ -7,14 +7,18 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any, TypeVar
 
 import torch
 
+from flow_grpo.errors import Interrupted
+
 Result = TypeVar("Result")
+POLL = 0.2  # seconds between two looks at whether a wait is to end
 LAST_CALLS = 5.0  # seconds that a script's end waits for calls that run
 
 
@@ -83,6 +87,35 @@ def in_thread(call: Callable[[], Result]) -> "Future[Result]":
     future = thread.submit(call)
     future.add_done_callback(lambda _: thread.close())
     return future
+
+
+def wait_for(future: "Future[Result]", should_stop: Callable[[], bool]) -> Result:
+    """Return the future's result. `Interrupted` if `should_stop` says so before there is one."""
+    while not wait([future], POLL).done:
+        if should_stop():
+            raise Interrupted
+    return future.result()
+
+
+@contextmanager
+def background(should_stop: Callable[[], bool]) -> Iterator[DaemonThread]:
+    """A thread for calls that may hang. Leaving waits for it, unless the run was interrupted."""
+    thread = DaemonThread()
+    try:
+        yield thread
+    except (Interrupted, KeyboardInterrupt):
+        thread.close()
+        raise
+    except BaseException:
+        wait_for(thread.close(), should_stop)  # no reward is called twice at a time
+        raise
+    wait_for(thread.close(), should_stop)
+
+
+def call_interruptibly(function: Callable[[], Result], should_stop: Callable[[], bool]) -> Result:
+    """Call a function that may hang, in a thread, and return its result. Raises `Interrupted` like `wait_for`."""
+    with background(should_stop) as thread:
+        return wait_for(thread.submit(function), should_stop)
 
 
 @atexit.register

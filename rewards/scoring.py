@@ -261,6 +261,7 @@ class WeightedSum:
         self.rewards, self.weights, self.drop_on_error = rewards, weights, set(drop_on_error)
         self.drop_messages = [] if drop_messages is None else drop_messages
         self.names = {**{name: name for name in rewards}, **(names or {})}
+        self._concurrent = {name for name, reward in rewards.items() if is_concurrent(reward)}
 
     def subset(self, names: Iterable[str]) -> "WeightedSum":
         """The weighted sum of some of the rewards; the objects and drop_messages are shared."""
@@ -360,7 +361,7 @@ class WeightedSum:
                 whole[rows] = score_one(name, batch.take(rows))
             return whole
 
-        started = {name: in_thread(partial(values, name)) for name in self.rewards if is_concurrent(self.rewards[name])}
+        started = {name: in_thread(partial(values, name)) for name in self.rewards if name in self._concurrent}
 
         def finish() -> tuple[Tensor, dict[str, Tensor]]:
             by_name = {name: values(name) for name in self.rewards if name not in started}

@@ -14,8 +14,8 @@ from flow_grpo.policy.devices import fastest
 from flow_grpo.policy.memory import on_device, pin_together
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.rewards import load
+from flow_grpo.rewards.interrupt import call_interruptibly
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.interrupt import call_interruptibly
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")

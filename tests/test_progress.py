@@ -153,7 +153,7 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
     assert seen == [2, 2, 2, 1, 1, 8, 2], "the first evaluation's, together again, alone, a step's, the last evaluation's"
     assert "generating 2 held-out images" in output
     assert "scoring 2 held-out images" in output
-    assert "scoring 8 images" in output
+    assert "scoring images" in output
 
 
 @pytest.fixture

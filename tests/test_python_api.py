@@ -24,7 +24,7 @@ from support.paths import ROOT
 from flow_grpo import FlowGRPOConfig, rewards
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.options import rewards_to_measure
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.targets import TargetOptions, resolve_targets
 from flow_grpo.export.export import export
 from flow_grpo.policy.hub import WEIGHTS
@@ -34,7 +34,6 @@ from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.interrupt import Interrupted
 
 
 class Recorder:

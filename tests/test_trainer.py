@@ -21,6 +21,7 @@ from support.run_contents import MEASURED
 from flow_grpo.advantages import group_advantages
 from flow_grpo.config.objective import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
+from flow_grpo.errors import Interrupted
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.policy import devices
 from flow_grpo.policy.lora import TRAINED
@@ -30,7 +31,6 @@ from flow_grpo.tiny import pretrain
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import setup
-from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.rollouts import trained_steps
 from flow_grpo.training.state import Stage
 

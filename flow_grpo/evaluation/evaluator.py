@@ -11,7 +11,7 @@ from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.grid import ImageInfo, cut_strips, read_grid, save_grid, strip_frames
 from flow_grpo.data.prompts import PromptSet, rows_by_set
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.generate import SEED, evaluate, image_seed
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
@@ -22,7 +22,6 @@ from flow_grpo.rewards.scopes import is_video
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.samples import SampleRecorder, group_images, most_spread_groups
 from flow_grpo.tracking.tracker import Tracker
-from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.types import Evaluation, Experience
 
 NUM_PREVIEWS = 16  # held-out prompts in the before and after grids

@@ -11,15 +11,15 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.progress import phase
+from flow_grpo.progress import Phase, phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.images import to_bytes
+from flow_grpo.rewards.interrupt import call_interruptibly
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted
-from flow_grpo.training.interrupt import Interrupted, call_interruptibly, interruptible
 from flow_grpo.types import Evaluation
 
 SEED = 1234  # of all evaluations
@@ -60,15 +60,22 @@ def generate_images(
     with phase(name, total=len(prompts) * len(schedule), unit="sampling steps") as steps_done:
 
         def latents(rows: Tensor) -> Tensor:
-            velocity = interruptible(model.velocity_fn(schedule, conditioning, rows), should_stop)
-
-            def counting(x: Tensor, i: int) -> Tensor:
-                steps_done.advance(len(x))
-                return velocity(x, i)
-
-            return sampling.rollout(counting, schedule, start[rows]).final
+            velocity = _interruptible(model.velocity_fn(schedule, conditioning, rows), steps_done, should_stop)
+            return sampling.rollout(velocity, schedule, start[rows]).final
 
         return model.decode(torch.cat([latents(rows) for rows in torch.arange(len(start)).split(microbatch)]), microbatch)
+
+
+def _interruptible(velocity: sampling.Velocity, steps_done: Phase, should_stop: Callable[[], bool]) -> sampling.Velocity:
+    """The velocity, each call counted in a phase. `Interrupted` before a call if `should_stop` says so."""
+
+    def counted_velocity(x: Tensor, i: int) -> Tensor:
+        if should_stop():
+            raise Interrupted
+        steps_done.advance(len(x))
+        return velocity(x, i)
+
+    return counted_velocity
 
 
 def evaluate(

@@ -50,6 +50,7 @@ class GroupAdvantages:
     def __init__(self, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
         self.args, self.rewards = args, rewards
         self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
+        self._trains_on_zero_std_groups = args.trains_on_zero_std_groups
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Compare the images of a step; their trajectory is not looked at."""
@@ -75,7 +76,7 @@ class GroupAdvantages:
                 method=self.method,
                 prompt_set=prompt_set,
             )
-        if self.args.trains_on_zero_std_groups:
+        if self._trains_on_zero_std_groups:
             has_loss = scored
         elif self.args.objective.needs.rows != "all":  # images are selected of groups in which the sum differs
             has_loss = informative

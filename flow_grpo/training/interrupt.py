@@ -1,10 +1,9 @@
-"""Stop a run by Ctrl-C or SIGTERM: at the next forward pass or while it waits for rewards, or at once at the second one.
+"""Ctrl-C and SIGTERM ask a run to stop; a second Ctrl-C ends the process at once.
 
 A second process watches, and ends one that does not answer. The command line imports this file before it parses the command, so
 nothing large is imported here at the top.
 """
 
-import concurrent.futures
 import math
 import os
 import select
@@ -12,24 +11,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 INTERRUPTED = 130  # exit status, as a shell's
 DEBOUNCE = 0.5  # seconds within which two signals are one: `timeout`, for example, sends each twice
 KILL_AFTER = {signal.SIGINT: 1.0, signal.SIGTERM: 60.0}  # seconds until a process that does not answer is killed
 ANSWER = b"\0"
 SHOW_CURSOR = b"\x1b[?25h"
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flow_grpo.rewards.interrupt import DaemonThread
-
-Result = TypeVar("Result")
-POLL = 0.2  # seconds between two looks at whether a wait is to end
 
 
 def exit_on_second_interrupt(first: Callable[[], None]) -> Any:
@@ -139,52 +129,6 @@ class _Deadline:
             self.time = min(self.time, now + self.patience[signal.SIGINT])
         elif number == signal.SIGINT:
             self._first_interrupt = min(self._first_interrupt, now)
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
-
-
-def wait_for(future: "Future[Result]", should_stop: Callable[[], bool]) -> Result:
-    """Return the future's result. `Interrupted` if `should_stop` says so before there is one."""
-    while not concurrent.futures.wait([future], POLL).done:
-        if should_stop():
-            raise Interrupted
-    return future.result()
-
-
-@contextmanager
-def background(should_stop: Callable[[], bool]) -> "Iterator[DaemonThread]":
-    """A thread for calls that may hang. Leaving waits for it, unless the run was interrupted."""
-    from flow_grpo.rewards.interrupt import DaemonThread
-
-    thread = DaemonThread()
-    try:
-        yield thread
-    except (Interrupted, KeyboardInterrupt):
-        thread.close()
-        raise
-    except BaseException:
-        wait_for(thread.close(), should_stop)  # no reward is called twice at a time
-        raise
-    wait_for(thread.close(), should_stop)
-
-
-def call_interruptibly(function: Callable[[], Result], should_stop: Callable[[], bool]) -> Result:
-    """Call a function that may hang, in a thread, and return its result. Raises `Interrupted` like `wait_for`."""
-    with background(should_stop) as thread:
-        return wait_for(thread.submit(function), should_stop)
-
-
-def interruptible(velocity: "Callable[..., Tensor]", should_stop: Callable[[], bool]) -> "Callable[..., Tensor]":
-    """Return the velocity function, which raises `Interrupted` if `should_stop` says so before a forward pass."""
-
-    def checked_velocity(*args: Any) -> "Tensor":
-        if should_stop():
-            raise Interrupted
-        return velocity(*args)
-
-    return checked_velocity
 
 
 @contextmanager

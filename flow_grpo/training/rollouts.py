@@ -13,15 +13,13 @@ from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import WindowConfig
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.interrupt import DaemonThread
-from flow_grpo.text import counted
-from flow_grpo.training.interrupt import Interrupted, wait_for
+from flow_grpo.rewards.interrupt import DaemonThread, wait_for
 from flow_grpo.training.reward_gradients import BothWays, Endpoint, EndpointGradients, Mending
 from flow_grpo.types import GradientStates, PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
@@ -69,10 +67,8 @@ class ImageSampler:
         batch, window = batch.take(self.processes.owns(batch.group, self.args.updates).nonzero()[:, 0]), self.window(step)
         trajectories, futures = [], list[Future[Scores]]()
         with self.policy.meter.phase("encode"):
-            for model in {
-                self.model,
-                self.policy,
-            }:  # all at once, in full passes of the text encoders; the parts find them cached
+            for model in {self.model, self.policy}:
+                # all at once, in full passes of the text encoders; the parts find them cached
                 model.encode(batch.prompts)
         part_size = (
             math.lcm(self.microbatch, self.args.images_per_prompt) if self.score_in_background else len(batch.prompts)
@@ -84,14 +80,12 @@ class ImageSampler:
                 trajectories.append(trajectory)
                 futures.append(scores)
                 continue
-            with phase(f"step {step + 1}, sampling {counted(len(part.prompts), 'image')}"):
-                with self.policy.meter.phase("rollout"):
-                    trajectories.append(
-                        self.trajectory(step, part, window, keep_graphs=bool(window) and self.args.objective.keep_graphs)
-                    )
-                with self.policy.meter.phase("decode"):
-                    latents = trajectories[-1].final
-                    images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.microbatch))
+            with self.policy.meter.phase("rollout"):
+                keep_graphs = bool(window) and self.args.objective.keep_graphs
+                trajectories.append(self.trajectory(step, part, window, keep_graphs=keep_graphs))
+            with phase(f"step {step + 1}, decoding"), self.policy.meter.phase("decode"):
+                latents = trajectories[-1].final
+                images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.microbatch))
             futures.append(thread.submit(self.begin_scoring(part, images)))
         return Trajectory.join(trajectories), futures
 
@@ -104,8 +98,7 @@ class ImageSampler:
         draw = lambda weights, count: torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()  # noqa: E731
         states = self.args.objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
         visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
-        count = counted(len(batch.prompts), "image")
-        with phase(f"step {step + 1}, sampling {count}"), self.policy.meter.phase("rollout"):
+        with self.policy.meter.phase("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
 
@@ -125,7 +118,7 @@ class ImageSampler:
             return replace(found, moves=self.mover.moves(found, end)), images, scores
 
         try:
-            with phase(f"step {step + 1}, gradients of {count}"), self.policy.meter.phase("decode"):
+            with phase(f"step {step + 1}, gradients of rewards"), self.policy.meter.phase("decode"):
                 gradient_states, images, scores = wait_for(thread.submit(find), self.processes.should_stop)
         except FlowGRPOError as error:
             failed = Future[Scores]()
@@ -145,7 +138,7 @@ class ImageSampler:
             with self.policy.meter.phase("reward"):  # the images that were not scored while others were sampled
                 return Scores.join([wait_for(future, self.processes.should_stop) for future in futures])
 
-        with phase(f"scoring {counted(len(group), 'image')}"), self.policy.meter.phase("wait"):
+        with phase("scoring images"), self.policy.meter.phase("wait"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (FlowGRPOError, Interrupted)))
         order = self.processes.owner(group, self.args.updates).argsort(stable=True).argsort()
         return scores.take(order)
@@ -182,7 +175,8 @@ class ImageSampler:
             keep_graphs=keep_graphs,
         )
         first, parts = 0, list[Trajectory]()
-        with self.policy.lora.use(objective.sampling_adapter):
+        name = f"step {step + 1}, sampling"
+        with self.policy.lora.use(objective.sampling_adapter), phase(name, len(start), "images") as sampled:
             if shared and window:  # the steps before the window are computed once for each group
                 first = window[0]
                 leaders, inverse = first_rows(batch.group)
@@ -201,6 +195,7 @@ class ImageSampler:
                 own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
                 steps = range(first, len(self.schedule))
                 part = rollout(velocity, x=take_rows(start, rows), noise=own_noise.__getitem__, steps=steps, trained=trained)
+                sampled.advance(len(rows))
                 parts.append(part.to(torch.device("cpu")) if self.args.memory.offload_trajectories else part)
         return Trajectory.join(parts)
 

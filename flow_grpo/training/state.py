@@ -13,7 +13,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.files import WriteError, atomic_folder, remove
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
@@ -21,7 +21,6 @@ from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
 from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
-from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.offline import GivenImages
 from flow_grpo.training.reward_gradients import BothWays, GradientWeights, Mending
 from flow_grpo.training.rollouts import ImageSampler

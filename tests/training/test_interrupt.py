@@ -21,11 +21,11 @@ from support.run_contents import MEASURED
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.errors import Interrupted
+from flow_grpo.rewards.interrupt import DaemonThread, background, wait_for
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import interrupt
-from flow_grpo.training.interrupt import Interrupted, background, wait_for
 
 # Brightness. While a file `hang` with a number and a manner is there, the call of that number hangs in that manner.
 MINE = """

@@ -21,11 +21,11 @@ from flow_grpo.config.objective import OBJECTIVES, DecayRamp
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import Interrupted
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.critic import Critic, gae
 from flow_grpo.training.group_advantages import select_rows
-from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.losses import ClipRange
 from flow_grpo.training.update import Optimizer
 

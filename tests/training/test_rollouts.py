@@ -13,12 +13,12 @@ from support.run_contents import MEASURED
 
 from flow_grpo import advantages, sampling
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import Interrupted
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.rewards.interrupt import DaemonThread, wait_for
 from flow_grpo.sampling import SOLVERS
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.group_advantages import GroupAdvantages, select_rows
-from flow_grpo.training.interrupt import Interrupted, wait_for
 from flow_grpo.training.rollouts import ImageSampler
 
 WINDOW = [0, 2]

@@ -12,8 +12,8 @@ from flow_grpo.config.objective import Grpo, WindowConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.step_variance import StepVariance, most_variable_window, step_reward_variance
+from flow_grpo.errors import Interrupted
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.training.interrupt import Interrupted
 from flow_grpo.training.rollouts import trained_steps
 from flow_grpo.types import StochasticSteps
 
