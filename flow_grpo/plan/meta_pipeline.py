@@ -248,9 +248,9 @@ class _Cast(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if self.dtype != torch.float32 and func in self.LOWER_PRECISION_OPS:
-            args, kwargs = self._to_dtype(self.dtype, args), self._to_dtype(self.dtype, kwargs)
+            args, kwargs = self._all_to_dtype(self.dtype, args, kwargs)
         elif self.dtype != torch.float32 and func in self.float32_ops:
-            args, kwargs = self._to_dtype(torch.float32, args), self._to_dtype(torch.float32, kwargs)
+            args, kwargs = self._all_to_dtype(torch.float32, args, kwargs)
         return func(*args, **kwargs)
 
     def _attention(
@@ -264,9 +264,13 @@ class _Cast(TorchFunctionMode):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(*heads, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
 
+    def _all_to_dtype(self, dtype: torch.dtype, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        cast = self._to_dtype
+        return tuple(cast(dtype, value) for value in args), {name: cast(dtype, value) for name, value in kwargs.items()}
+
     @staticmethod
-    def _to_dtype(dtype: torch.dtype, values: Any) -> Any:
-        return tree_map(lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values)
+    def _to_dtype(dtype: torch.dtype, value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def load_for_plan(name: str, dtype: torch.dtype, cuda: bool) -> tuple[DiffusionPipeline, str]:
