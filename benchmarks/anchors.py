@@ -25,7 +25,12 @@ RUNS = {
 WITHOUT = ["objective.kl_weight=0"]
 ANCHORS = "[{to: base, weight: 0.1}, {to: ema, weight: 1, decay: 0.3}]"
 WITH = [*WITHOUT, f"objective.anchors={ANCHORS}"]
-SETTINGS = [f"steps={STEPS}", f"evaluation.every={STEPS}", "evaluation.rewards=[ocr, ocr_exact, clip, jpeg_size]"]
+SETTINGS = [
+    f"steps={STEPS}",
+    "evaluation.max_prompts=256",
+    f"evaluation.every={STEPS}",
+    "evaluation.rewards=[ocr, ocr_exact, clip, jpeg_size]",
+]
 MEASURES = {  # name in the table: in metrics.jsonl
     **{name: f"eval/{name}" for name in ("ocr", "ocr_exact", "clip", "jpeg_size")},
     "diversity": "monitor/diversity",

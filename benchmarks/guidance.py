@@ -17,7 +17,7 @@ from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer
 
 SCALE = 1.5
 WORLDS = {  # config and measure: its settings
-    ("tiny_ocr", "ocr_exact"): ["steps=8", "evaluation.every=4"],
+    ("tiny_ocr", "ocr_exact"): ["steps=8", "evaluation.every=4", "evaluation.max_prompts=256"],
     ("tiny_shapes", "shapes_exact"): ["steps=24", "evaluation.every=8", "images_per_prompt=4", "microbatch=96"],
 }
 ARMS = {"none": [], "rollout": [f"sampling.guidance={SCALE}"], "rollout and velocity": [f"guidance={SCALE}"]}
@@ -35,7 +35,9 @@ def measured(file: Path, config: str, name: str, lora: Path | None, guidance: fl
     """A held-out measure of a LoRA, or of the base model, at that guidance."""
     if not file.is_file():
         start = [f"lora.init_from={lora}"] if lora else []
-        args = FlowGRPOConfig.from_yaml(config, [f"evaluation.guidance={guidance}", "dtype=fp32", *start])
+        args = FlowGRPOConfig.from_yaml(
+            config, [f"evaluation.guidance={guidance}", "evaluation.max_prompts=256", "dtype=fp32", *start]
+        )
         value = FlowGRPOTrainer(args=args).evaluate().means()[name]
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({name: value}))
