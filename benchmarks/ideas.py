@@ -166,9 +166,8 @@ def data_anchor(weight: float) -> Callable[[FlowGRPOTrainer], Any]:
 
 DIVERSITY = "diversity"
 NO_KL = "objective.kl_weight=1e-12"  # and yet a loss on all rows
-IDEAS: dict[
-    str, tuple[Callable[[FlowGRPOTrainer], Any], float, list[str]]
-] = {  # patch, images of a group over the usual, settings
+# patch, images of a group over the usual, settings
+IDEAS: dict[str, tuple[Callable[[FlowGRPOTrainer], Any], float, list[str]]] = {
     "as it is": (nothing, 1, []),
     "twice the images": (nothing, 2, []),
     "twice the images, half trained": (largest_half, 2, []),

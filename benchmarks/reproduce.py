@@ -181,10 +181,8 @@ def mean(values: Sequence[float], tasks: list[str] | None) -> Estimate:
 def measured_at(points: list[Measured], published: Published, finished: bool) -> Measured | None:
     """The last evaluation up to where a number was published; None if the run has not come so far."""
     if published.step is not None:
-        past, reached = (
-            [p for p in points if p.step <= published.step],
-            points[-1].step >= published.step if points else False,
-        )
+        past = [p for p in points if p.step <= published.step]
+        reached = bool(points) and points[-1].step >= published.step
     elif published.gpu_hours is not None:
         past = [p for p in points if p.gpu_hours <= published.gpu_hours]
         reached = bool(points) and points[-1].gpu_hours >= published.gpu_hours

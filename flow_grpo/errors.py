@@ -16,9 +16,8 @@ class FlowGRPOError(ValueError):
 
     def __init__(self, sentence: object = "") -> None:
         lines = (line.strip() for line in str(sentence).split("\n"))
-        super().__init__(
-            visible(" ".join(lines))
-        )  # it may quote a file: no second line, no command to a terminal, no password
+        # it may quote a file: no second line, no command to a terminal, no password
+        super().__init__(visible(" ".join(lines)))
 
 
 class RetryableError(FlowGRPOError):

@@ -27,9 +27,8 @@ from typing import BinaryIO
 
 from flow_grpo.errors import FlowGRPOError
 
-HOST = hashlib.sha256(platform.node().encode()).hexdigest()[
-    :6
-]  # a folder may be shared by machines, on which a PID is another process
+# a folder may be shared by machines, on which a PID is another process
+HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 PARTIAL = re.compile(r"\..+\.(?:([0-9a-f]{6})-)?(\d+)\.partial(\.\w+)?")  # without a host as 0.4 wrote it
 OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
 MAX_JSON = 64 << 20  # bytes of a JSON file that we have written

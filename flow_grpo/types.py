@@ -168,9 +168,8 @@ class GradientStates:
     factor: list[float]  # K derivatives of the endpoint by the velocity at the state
     endpoint: list[int]  # K, the endpoint of each state
     gradient: dict[str, Float[Tensor, "B E *latent"]]  # of each trained reward at each endpoint
-    fall: dict[
-        str, Float[Tensor, "B E"]
-    ]  # by which the reward falls on a short step against its gradient, if that was measured
+    # by which the reward falls on a short step against its gradient, if that was measured
+    fall: dict[str, Float[Tensor, "B E"]]
     moves: "ImageMoves | None" = None
 
     def take(self, rows: Int[Tensor, " n"]) -> "GradientStates":
@@ -278,9 +277,8 @@ class GradientState:
     """A trained state of n rows: the velocity there, and the gradient of the rewards at its endpoint."""
 
     v: Float[Tensor, "n *latent"]  # with the gradient
-    gradient: (
-        Float[Tensor, "n *latent"] | None
-    )  # the weighted sum over the rewards, each of rms 1; None where images were moved
+    # the weighted sum over the rewards, each of rms 1; None where images were moved
+    gradient: Float[Tensor, "n *latent"] | None
     factor: float  # derivative of the endpoint by the velocity
     target: Float[Tensor, "n *latent"] | None = None  # velocity that leads to the moved image
     away: Float[Tensor, "n *latent"] | None = None  # of opsd, velocity that leads to the image moved against the gradient
@@ -379,9 +377,8 @@ class Experience:
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
     has_advantage: bool = True  # whether an image of any process has an advantage; given images need none
-    reward_gradient: Float[Tensor, "B E *latent"] | None = (
-        None  # at the endpoints of the trajectory's gradient_states, weighted
-    )
+    # at the endpoints of the trajectory's gradient_states, weighted
+    reward_gradient: Float[Tensor, "B E *latent"] | None = None
 
 
 @dataclass(frozen=True)

@@ -248,19 +248,17 @@ Colors = Callable[[list[Detection], str], list[str]]  # the colour of each detec
 
 def published_score(things: dict[str, list[Detection]], include: list[dict], exclude: list[dict], colors: Colors) -> float:
     """1.0 if an image has what is asked by GenEval's published rules (arXiv 2310.11513), else 0.0."""
-    groups: list[
-        list[Detection] | None
-    ] = []  # detections for each requirement, None if it is not met; positions refer to them
+    # detections for each requirement, None if it is not met; positions refer to them
+    groups: list[list[Detection] | None] = []
     for demand in include:
         count = demand["count"]
-        matches: list[Detection] | None = things.get(demand["class"], [])[:count]
-        if (
-            len(matches or []) < count
-            or (demand.get("color") and colors(matches or [], demand["class"]).count(demand["color"]) < count)
-            or (demand.get("position") and not _has_position(matches or [], demand["position"], groups))
-        ):
-            matches = None
-        groups.append(matches)
+        matches = things.get(demand["class"], [])[:count]
+        is_met = len(matches) == count
+        if is_met and demand.get("color"):
+            is_met = colors(matches, demand["class"]).count(demand["color"]) == count
+        if is_met and demand.get("position"):
+            is_met = _has_position(matches, demand["position"], groups)
+        groups.append(matches if is_met else None)
     return float(None not in groups and not _crowded(things, exclude))
 
 

@@ -96,11 +96,8 @@ def resized(images: Tensor, size: list[int], interpolation: InterpolationMode = 
     return pixels.resize(images, size, interpolation, antialias=True).clamp(0, 1)
 
 
-PREPARED = {
-    "do_resize": False,
-    "do_rescale": False,
-    "do_normalize": False,
-}  # for transformers' processors: `prepared` has done it
+# for transformers' processors: `prepared` has done it
+PREPARED = {"do_resize": False, "do_rescale": False, "do_normalize": False}
 
 
 def prepared(images: Tensor, size: list[int], processor: Any) -> Tensor:

@@ -29,14 +29,8 @@ from flow_grpo.errors import FlowGRPOError
 
 IMAGE, GROUP, PAIR = SCOPES = ("image", "group", "pair")
 PAIRS_PER_CALL = 32  # a pair reward gets no more at a time, since they are copies of the images
-ATTRIBUTES = (
-    "scope",
-    "symmetric",
-    "opponents",
-    "costly",
-    "frames",
-    "differentiable",
-)  # of a reward, that say how it is called
+# of a reward; they say how it is called
+ATTRIBUTES = ("scope", "symmetric", "opponents", "costly", "frames", "differentiable")
 Frames = int | Literal["first", "last", "all"]
 FIRST, LAST, ALL = "first", "last", "all"
 DEFAULT_FRAMES = 4

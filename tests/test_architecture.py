@@ -94,10 +94,8 @@ def module_of(name: str) -> str:
 
 
 def ours(name: str) -> set[str]:
-    return {module for module in imports(name) if module in FILES} - {
-        "flow_grpo.errors",
-        "flow_grpo.rewards_alias",
-    }  # which any file may import
+    any_may_import = {"flow_grpo.errors", "flow_grpo.rewards_alias"}
+    return {module for module in imports(name) if module in FILES} - any_may_import
 
 
 def package(name: str) -> str:

@@ -56,9 +56,8 @@ def test_rewards_of_groups_and_pairs_score_what_their_docstrings_say():
     args = FlowGRPOConfig.from_yaml(train[2], train[3:])
     assert args.evaluation.images_per_prompt == 2
     level = torch.tensor([0.0, 0.1, 0.6, 1.0])
-    images = level.view(4, 1, 1, 1).expand(-1, 3, 4, 4) * torch.tensor(
-        [1.0, 0.0, 1.0, 0.0]
-    )  # stripes, stronger and stronger
+    # stripes, stronger and stronger
+    images = level.view(4, 1, 1, 1).expand(-1, 3, 4, 4) * torch.tensor([1.0, 0.0, 1.0, 0.0])
     reward = {name.rpartition(":")[2]: rewards.load(str(ROOT / name)) for name in args.rewards if ":" in name}
     distances = rewards.score("variety", reward["variety"], images, ["a"] * 4)
     torch.testing.assert_close(distances, torch.tensor([0.1, 0.1, 0.4, 0.4]) / 2**0.5)

@@ -60,9 +60,8 @@ def test_rows_without_an_advantage_have_no_gradient_where_the_table_says_so(name
     loss = value(name, given, torch.zeros(4))
     grads = torch.autograd.grad(loss.sum(), given.log_prob if kind.stepwise else given.v, allow_unused=True)[0]
     silent = not loss.any() and (grads is None or not grads.any())
-    gives_its_own = (
-        kind.needs.critic or kind.needs.moves == "if_better" or kind.needs.anchors
-    )  # advantages, weights of moves, teachers
+    # advantages, weights of moves, teachers
+    gives_its_own = kind.needs.critic or kind.needs.moves == "if_better" or kind.needs.anchors
     assert silent == (kind.needs.zero_at_zero_advantage or gives_its_own)
 
 

@@ -183,12 +183,8 @@ def test_a_step_that_fails_has_not_happened(tmp_path, second_step, changes, fail
     expected, trainer = second_step(changes), made(tmp_path, **changes)
     trainer.training_step()
     before = state_of(trainer)
-    reward, velocity, reduce, hits = (
-        trainer.rewards.rewards["bright"],
-        trainer.policy.velocity,
-        trainer.stage.update.optimizer.reduce_gradients,
-        [],
-    )
+    reward, velocity = trainer.rewards.rewards["bright"], trainer.policy.velocity
+    reduce, hits = trainer.stage.update.optimizer.reduce_gradients, []
 
     def fails(*args):
         hits.append(1)

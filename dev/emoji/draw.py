@@ -50,9 +50,8 @@ def main(folder: Path) -> None:
     pictures = pictures.reshape(-1, *pictures.shape[2:])
     chosen = np.random.default_rng(5).choice(len(pictures), PROMPTS, replace=False)
     rng = np.random.default_rng(99)
-    new = np.stack(
-        [moved(Image.fromarray(pictures[i]), rng) for i in chosen]
-    )  # sizes and places that no training picture has
+    # sizes and places that no training picture has
+    new = np.stack([moved(Image.fromarray(pictures[i]), rng) for i in chosen])
     x = torch.from_numpy(new).permute(0, 3, 1, 2).float() / 127.5 - 1
     rebuilt = pipe.vae(x).sample.clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
     np.savez(folder / "drawn_vae.npz", images=rebuilt, target=chosen)

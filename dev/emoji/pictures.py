@@ -12,15 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 SIDE, FULL, VARIANTS = 64, 160, 12
 STYLES = ("flat", "3d")
-GROUPS = {
-    *range(34, 49),
-    50,
-    51,
-    *range(53, 57),
-    59,
-    60,
-    *range(62, 83),
-}  # emojibase's subgroups of animals to household objects
+# emojibase's subgroups of animals to household objects
+GROUPS = {*range(34, 49), 50, 51, *range(53, 57), 59, 60, *range(62, 83)}
 OTHERS = """grinning face, face with tears of joy, smiling face with sunglasses, sleeping face, angry face, crying face, nauseated face,
 cowboy hat face, robot, ghost, alien, clown face, skull, pile of poo, face with monocle, red heart, broken heart, green heart, blue heart,
 grinning cat, monkey face, zipper-mouth face, hugging face, cold face, hot face, face screaming in fear, nerd face, star-struck,

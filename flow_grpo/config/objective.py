@@ -50,13 +50,12 @@ class DecayRamp(ConfigSection):
 
 
 def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, dict) and not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
+    if not isinstance(value, dict):
+        return value
+    if not {"rate", "max"} <= value.keys() <= DecayRamp.model_fields.keys():
         raise FlowGRPOError(f"{info.field_name} is {value}: give a number, or a ramp such as {{rate: 0.001, max: 0.5}}.")
-    if (
-        isinstance(value, dict)
-        and all(isinstance(value.get(name), int | float) for name in ("start", "max"))
-        and value["start"] > value["max"]
-    ):
+    has_both_ends = all(isinstance(value.get(name), int | float) for name in ("start", "max"))
+    if has_both_ends and value["start"] > value["max"]:
         raise FlowGRPOError(
             f"{info.field_name} starts at {value['start']:g}, above its max of {value['max']:g}: set a smaller start."
         )

@@ -66,13 +66,10 @@ def largest_divisor(values: dict[str, Any]) -> int | None:
 
 
 def _with_microbatch(stage: Any, values: dict[str, Any], size: int) -> Any:
-    if (
-        not isinstance(stage, dict)
-        or "microbatch" in stage
-        or (stage_size := largest_divisor({**values, **stage})) in (None, size)
-    ):
+    if not isinstance(stage, dict) or "microbatch" in stage:
         return stage
-    return {**stage, "microbatch": stage_size}
+    stage_size = largest_divisor({**values, **stage})
+    return stage if stage_size in (None, size) else {**stage, "microbatch": stage_size}
 
 
 def check_form(pairs: list[str]) -> None:

@@ -134,13 +134,8 @@ def _shown(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "*")
 
 
-MOVED = (
-    "transition",
-    "noise_level",
-    "window",
-    "shared_initial_noise",
-    "keep_graphs",
-)  # from `sampling` to stepwise objectives
+# from `sampling` to stepwise objectives
+MOVED = ("transition", "noise_level", "window", "shared_initial_noise", "keep_graphs")
 
 
 def move_to_objective(values: dict[str, Any]) -> dict[str, Any]:

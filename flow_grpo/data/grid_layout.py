@@ -430,9 +430,8 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
             return single_image((area.shape[0], area.shape[1]))
         has_own_advice = "--rows" in str(problem)
         if known and not has_own_advice and not _has_margin(area):
-            return _cut_as_given(
-                area, options, name
-            )  # letters and forms of images without gutters look like parts of a grid
+            # letters and forms of images without gutters look like parts of a grid
+            return _cut_as_given(area, options, name)
         no_gutters = "; --padding 0 says that nothing is between the images" if known else ""
         advice = "" if has_own_advice else f" {ADVICE}{no_gutters}."
         raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem

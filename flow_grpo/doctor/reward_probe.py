@@ -132,10 +132,7 @@ def measure(name: str, load: Callable[[], rewards.Reward], inputs: RewardInputs)
         seconds, original = _timed(lambda: inputs.score(name, reward))
         again = inputs.take(list(range(len(original)))).score(name, reward)
         units = smallest_calls(reward, inputs.prompts)[:NUM_TIMED]
-        one_by_one = [
-            _timed(lambda rows=rows: inputs.take(rows).score(name, reward))  # type: ignore[misc]
-            for rows in units
-        ]
+        one_by_one = [_timed(lambda rows=rows: inputs.take(rows).score(name, reward)) for rows in units]  # type: ignore[misc]
         values = {
             ORIGINAL: original,
             **values,

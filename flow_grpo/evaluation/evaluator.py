@@ -124,8 +124,8 @@ class Evaluator:
         ]
         local = zip(batch.group.tolist(), batch.image.tolist(), strict=True)
         mine = {key: row for row, key in enumerate(local) if any(key in keys for keys in shown)}
-        decode = lambda latents, count: to_bytes(self.policy.decode(latents, count))  # noqa: E731
-        pictures = self.processes.gather_on_main(group_images(experience, mine, decode))
+        images = group_images(experience, mine, lambda latents, count: to_bytes(self.policy.decode(latents, count)))
+        pictures = self.processes.gather_on_main(images)
         if self.recorder:
             found = {key: picture for part in pictures for key, picture in part.items()}
             size = int((group == group[0]).sum())

@@ -160,10 +160,8 @@ class StepEstimator:
         """Bytes by phase. Where graphs are kept, those of all micro-batches, also its own, are in memory when a backward pass begins."""
         fixed, slope = self._graph
         images = self.args.prompts_per_step * self.args.images_per_prompt / self.count
-        graph, graphs = (
-            fixed + microbatch * slope,
-            self.args.objective.losses_per_image(self.args.sampling.steps) * max(1.0, images / max(1, microbatch)),
-        )
+        graph = fixed + microbatch * slope
+        graphs = self.args.objective.losses_per_image(self.args.sampling.steps) * max(1.0, images / max(1, microbatch))
         bytes_by_phase = {name: self._fixed[name] + microbatch * per_row for name, per_row in self._per_row.items()}
         own = {"update": graph}
         return {name: max(size - own.get(name, 0.0), 0.0) + graphs * graph for name, size in bytes_by_phase.items()}
@@ -188,9 +186,8 @@ class StepEstimator:
         args, memory, pipe = self.args, self.args.memory, self.trace.policy.pipe
         trained = 4 * sum(p.numel() for p in self.trace.policy.trainable_parameters().values())
         moments = 2 * (8 / 32 if args.optimizer.name == "adamw_8bit" else 1)
-        adapters = {
-            anchor.adapter for anchor in args.objective.named_anchors if anchor.adapter
-        }  # a teacher's may be of another rank
+        # a teacher's may be of another rank
+        adapters = {anchor.adapter for anchor in args.objective.named_anchors if anchor.adapter}
         copies = 1 + bool(args.ema_decay) + len(args.objective.policy_copies) + len(adapters)
         is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
@@ -258,9 +255,8 @@ class StepEstimator:
         args, objective, steps = self.args, self.args.objective, self.args.sampling.steps
         trained = objective.losses_per_image(steps)
         sampled = 0.0 if args.dataset else float(steps)
-        if (
-            objective.stepwise and objective.shared_initial_noise
-        ):  # the steps before the window are computed once for a group
+        # the steps before the window are computed once for a group
+        if objective.stepwise and objective.shared_initial_noise:
             window = objective.window
             latest = window.last_of(steps) - trained + 1
             before = (window.first_step + latest) / 2 if window.schedule == "random" else window.first_step
@@ -274,9 +270,8 @@ class StepEstimator:
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
         both -= forward * self._keeps_graphs  # the rollout's forward pass is the update's
         more = self._reference_passes
-        if (
-            args.objective.needs.group_mean and microbatch % args.images_per_prompt
-        ):  # the means of split groups are computed before
+        # the means of split groups are computed before
+        if args.objective.needs.group_mean and microbatch % args.images_per_prompt:
             more += 1 + args.objective.needs.old_policy + args.objective.needs.reference
         once = self._rollout_velocities
         if objective.stepwise and args.sampling.guidance not in (None, args.guidance):
@@ -345,9 +340,10 @@ class LoadingMemory:
         for name, part in pipe.components.items():
             if not isinstance(part, MetaModule | MetaTextEncoder):
                 continue
-            size, buffers = (
-                (part.bytes, 0.0) if isinstance(part, MetaTextEncoder) else (weight_bytes(part, None), part.buffer_bytes)
-            )
+            if isinstance(part, MetaTextEncoder):
+                size, buffers = part.bytes, 0.0
+            else:
+                size, buffers = weight_bytes(part, None), part.buffer_bytes
             cast = sum(p.nbytes for layer in cast_layers(part) for p in layer.parameters(recurse=False))
             size += cast * (dtype.itemsize - 1)  # float8 layers are loaded in the other dtype, and cast then
             stored = stored_bytes(folder / name, dtype)

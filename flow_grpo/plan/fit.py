@@ -164,9 +164,8 @@ class Savings:
 
     def __init__(self, estimator: StepEstimator, memory: float, base: float = 0.0) -> None:
         self.estimator, self.memory, self.base = estimator, memory, base
-        self._traces = {
-            estimator.args.memory.gradient_checkpointing: estimator.trace
-        }  # all that the model's code depends on here
+        # all that the model's code depends on here
+        self._traces = {estimator.args.memory.gradient_checkpointing: estimator.trace}
         self.usable = [setting for setting in (*SETTINGS, *SMALLER_WEIGHTS) if self._changes(setting)]
 
     def fit(self) -> Fit:
@@ -230,10 +229,8 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
         for line in _advice(Savings(estimator, machine.memory, base).fit(), machine.memory):
             _say(console, line)
         return False
-    sizes, largest_sizes = (
-        fit_batch_sizes(args, min(args.microbatch, largest), machine.count),
-        fit_batch_sizes(args, largest, machine.count),
-    )
+    sizes = fit_batch_sizes(args, min(args.microbatch, largest), machine.count)
+    largest_sizes = fit_batch_sizes(args, largest, machine.count)
     estimate = estimator.estimate(sizes.microbatch, base)
     console.print(_table(estimate, "" if base else ", without rewards"))
     if args.memory.embedding_cache_dir and machine.cuda:

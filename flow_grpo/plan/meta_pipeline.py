@@ -139,8 +139,8 @@ class MetaModule:
 
     def enable_gradient_checkpointing(self) -> None:
         def checkpointed(block: Any, *args: Any) -> Any:
-            contexts = lambda: (nullcontext(), self._cast)  # noqa: E731  (what is computed again is cast too)
-            return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+            # what is computed again is cast too
+            return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self._cast))
 
         self._network.enable_gradient_checkpointing(checkpointed)
 

@@ -37,12 +37,8 @@ SCALED = re.compile(r"(scale_weight|weight_scale|scaled_fp8|weight_scale_2)$")  
 NETWORKS = ("transformer", "vae", "text_encoder")  # prefixes of the parts that are networks in every pipeline
 SHARD = r"(?:-\d+-of-\d+)?"
 WEIGHT_FILE = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
-STORED_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}  # safetensors' names
+# by safetensors' names
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def expert_weights(component: str) -> str:
@@ -335,9 +331,10 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
                 tensor = tensors.get_slice(name)
                 tensor_dtype = STORED_DTYPES.get(tensor.get_dtype())
                 size = math.prod(tensor.get_shape()) * (tensor_dtype.itemsize if tensor_dtype else 1)
-                converted, unchanged = (
-                    (converted + size, unchanged) if tensor_dtype not in (None, dtype) else (converted, unchanged + size)
-                )
+                if tensor_dtype in (None, dtype):
+                    unchanged += size
+                else:
+                    converted += size
         sizes.append((converted, unchanged))
     return sizes
 

@@ -31,9 +31,8 @@ class InterceptingScheduler(FlowMatchEulerDiscreteScheduler):
 
     requested_timesteps: Tensor | None = None
     _mu: float | None = None
-    _given: tuple[np.ndarray, np.ndarray | None] | None = (
-        None  # sigmas before the shift, as the pipeline gave them, and its timesteps, where the scheduler takes them
-    )
+    # sigmas before the shift, as the pipeline gave them, and its timesteps, where the scheduler takes them
+    _given: tuple[np.ndarray, np.ndarray | None] | None = None
 
     @classmethod
     def from_scheduler(cls, scheduler: Any) -> "InterceptingScheduler":

@@ -177,11 +177,8 @@ def _transformer_of(file: Path, source: str, dtype: torch.dtype, quantized: Any)
                 local_files_only=True,
                 quantization_config=quantized,
             )
-        except (
-            KeyError,
-            IndexError,
-            NotImplementedError,
-        ) as error:  # of a converter, or of weights that stay on the meta device
+        # a converter raises the first two; the last is of weights that stay on the meta device
+        except (KeyError, IndexError, NotImplementedError) as error:
             raise FlowGRPOError(f"it holds no whole {name} by names that diffusers knows") from error
 
 

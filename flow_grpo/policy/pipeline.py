@@ -231,9 +231,8 @@ class FlowPipeline:
 
     def _velocity(self, x: Tensor, timesteps: Tensor, conditioning: Conditioning, rows: Tensor) -> Tensor:
         is_shared = (timesteps == timesteps[0]).all()
-        first_axis = (
-            timesteps[:1] if is_shared else timesteps.repeat(self.timestep_copies)[None]
-        )  # over which pipelines iterate
+        # pipelines iterate over the first axis
+        first_axis = timesteps[:1] if is_shared else timesteps.repeat(self.timestep_copies)[None]
         v = self._call.call_with_recordings(conditioning, rows, first_axis, x).output.float()
         return -v if self._scheduler.config.invert_sigmas else v  # of a flow whose own sigmas are shares of the image
 

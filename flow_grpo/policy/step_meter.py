@@ -190,10 +190,8 @@ class StepMeter:
         args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
         call = partial(transformer, *args, **kwargs)
-        with (
-            eager(),
-            ModelFlopCounter() as counter,
-        ):  # a compiled function or a graph would hide its operations from the counter
+        # a compiled function or a graph would hide its operations from the counter
+        with eager(), ModelFlopCounter() as counter:
             predicted = tree_leaves(call())[0]
             forward = counter.get_total_flops()
             if predicted.requires_grad:

@@ -136,12 +136,8 @@ def table(run: RunReader) -> dict[str, Any]:
 
 def _change_text(c: dict[str, Any]) -> str:
     """A change with its error, in the digits of the values that changed: where they have three, tiny changes are 0.000."""
-    exact = max(abs(c["first"]), abs(c["last"])) < 0.5e-3
-    by, error = (
-        (number(c["by"], sign=True), number(c["error"]))
-        if exact
-        else (_difference(c["by"], sign=True), _difference(c["error"]))
-    )
+    shown = number if max(abs(c["first"]), abs(c["last"])) < 0.5e-3 else _difference
+    by, error = shown(c["by"], sign=True), shown(c["error"])
     return by if c["error"] is None else f"{by} ± {error}"
 
 

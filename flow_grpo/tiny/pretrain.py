@@ -61,9 +61,8 @@ STAGES = {
 BATCH = 64
 VAE_BATCH = 32
 WRONG_LETTER = 0.2  # probability that a letter of a caption is wrong in the noisy stage
-WRONG_LETTER_SQUARE = (
-    0.135  # the same for squares in `shapes`: they are to be spelled as well as the others, about 0.6 of them
-)
+# the same for squares in `shapes`: they are to be spelled as well as the others, about 0.6 of them
+WRONG_LETTER_SQUARE = 0.135
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 SQUARE_EVERY = 16  # one batch in 16 is a small one in the shapes of diffusers' defaults: 80 x 80 pixels, 256 T5 tokens
 

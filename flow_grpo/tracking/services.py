@@ -93,9 +93,8 @@ class TrackingService:
             arguments = {"name": f"{run}-{self.run_id}", "resume": "allow", **options}
             self.tracker = tracking.TrackioTracker(project, **arguments)
         else:
-            kind, label = (
-                (tracking.WandBTracker, "name") if name == "wandb" else (tracking.SwanLabTracker, "experiment_name")
-            )
+            kind = tracking.WandBTracker if name == "wandb" else tracking.SwanLabTracker
+            label = "name" if name == "wandb" else "experiment_name"
             self.tracker = kind(project, **{label: run, "id": self.run_id, "resume": "allow", **options})
         with contextlib.redirect_stdout(io.StringIO()):
             self.tracker.start()

@@ -288,10 +288,8 @@ def weights_lines(run: RunReader, trained: Path) -> list[str]:
 
     Those of the best evaluation are the ones that it was chosen by.
     """
-    kind, last = (
-        "transformer" if trained.is_dir() else "LoRA",
-        run.evaluation_rows[-1]["step"] if run.evaluation_rows else None,
-    )
+    kind = "transformer" if trained.is_dir() else "LoRA"
+    last = run.evaluation_rows[-1]["step"] if run.evaluation_rows else None
     lines = [f"{kind}: {trained}{_scores(run, last, [run.main_metric])}"]
     best = run.folder / layout.BEST
     if run.best_step is not None and run.best_step != last and best.is_dir():

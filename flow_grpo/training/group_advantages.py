@@ -55,11 +55,8 @@ class GroupAdvantages:
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Compare the images of a step; their trajectory is not looked at."""
         scored, informative = self.row_masks(batch, scores)
-        advantage, has_loss, metrics = (
-            torch.zeros(len(scored)),
-            torch.zeros_like(scored),
-            reward_metrics(batch, scores, informative),
-        )
+        advantage, has_loss = torch.zeros(len(scored)), torch.zeros_like(scored)
+        metrics = reward_metrics(batch, scores, informative)
         if not scored.any():
             return Comparison(advantage, scored, informative, has_loss, metrics)
         by_reward, weights = self.trained_rewards(batch, scores.by_name)
@@ -179,9 +176,8 @@ def reward_metrics(batch: PromptBatch, scores: Scores, informative: Bool[Tensor,
         metrics |= {f"reward/{name}": values.mean().item() for name, values in sets.items() if len(values)}
         means = {f"rewards/{name}/mean": v[scored].nanmean().item() for name, v in scores.by_name.items()}
         some_name_rewards = any(row.get(COLUMN) is not None for row in batch.metadata)
-        metrics |= {  # without a reward that no set of this step names
-            name: mean for name, mean in means.items() if not (some_name_rewards and math.isnan(mean))
-        }
+        # without a reward that no set of this step names
+        metrics |= {name: mean for name, mean in means.items() if not (some_name_rewards and math.isnan(mean))}
     return metrics
 
 

@@ -95,7 +95,10 @@ class ImageSampler:
         """Sample images along the ODE; in the thread, since rewards may hang, find the gradients of their rewards and score them."""
         derivatives = sampling.endpoint_derivatives(self.schedule, sampling.SOLVERS[self.args.sampling.solver])
         generator = sampling.generator(self.args.seed, "trained states", step)
-        draw = lambda weights, count: torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()  # noqa: E731
+
+        def draw(weights: list[float], count: int) -> list[int]:
+            return torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()
+
         states = self.args.objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
         visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
         with self.policy.meter.phase("rollout"):
@@ -106,7 +109,8 @@ class ImageSampler:
             found, images = self.gradients(trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
             if self.mover is None:
                 return found, images, None
-            scores, [(_, v)] = self.score(batch, images), joined.values()
+            scores = self.score(batch, images)
+            [(_, v)] = joined.values()
             end = Endpoint(
                 batch,
                 trajectory.final,
@@ -188,9 +192,8 @@ class ImageSampler:
             for rows in torch.arange(len(start)).split(self.microbatch):
                 of_rows = partial(self._velocity, rows=rows, window=window, keep_graphs=keep_graphs)
                 velocity, trained = of_rows(self.model, conditioning, visited=visited), None
-                if (
-                    self.model is not self.policy
-                ):  # off-policy: the guided velocity samples what the trained one is to learn from
+                # off-policy: the guided velocity samples what the trained one is to learn from
+                if self.model is not self.policy:
                     trained = of_rows(self.policy, own_conditioning)
                 own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
                 steps = range(first, len(self.schedule))

@@ -331,13 +331,7 @@ def loss_of_batch(
 ) -> BatchLoss:
     """The loss of a run with these settings on the images of training step `step`."""
     if args.objective.stepwise:
-        return StepLoss(
-            policy,
-            experience,
-            conditioning,
-            objective=args.objective,
-            clip=clip,
-        )
+        return StepLoss(policy, experience, conditioning, objective=args.objective, clip=clip)
     if args.objective.needs.reward_gradient:
         return RewardGradientLoss(policy, experience, conditioning, objective=args.objective)
     return ForwardProcessLoss(

@@ -34,9 +34,8 @@ from flow_grpo.rewards.serving.retry import (
 from flow_grpo.rewards.serving.sources import as_tensors, as_text, pack_sources
 
 IN_FLIGHT = 4  # requests of one process that a server has at a time, so that a slow connection does not keep it idle
-QUICK = (
-    0.1  # of the timeout: a server that takes longer has one request at a time, since those that wait for others time out
-)
+# of the timeout: a server that takes longer has one request at a time, since those that wait for others time out
+QUICK = 0.1
 PROBE_EVERY = 5.0  # seconds between two looks at a server that does not answer
 MAX_SUSPENSION = 600.0  # seconds
 

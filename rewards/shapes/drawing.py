@@ -147,11 +147,8 @@ def random_scene(rng: np.random.Generator, categories: Sequence[str] = CATEGORIE
         relation = str(rng.choice(RELATIONS)) if kind == "position" else None
         scene = Scene(tuple(groups), relation)
         named = {(group.shape, group.color) for group in groups}
-        if (
-            scene.count <= 4
-            and len(named) == len(groups)
-            and not (kind == "two objects" and groups[0].shape == groups[-1].shape)
-        ):
+        same_shape_twice = kind == "two objects" and groups[0].shape == groups[-1].shape
+        if scene.count <= 4 and len(named) == len(groups) and not same_shape_twice:
             return scene
 
 

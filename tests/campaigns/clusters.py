@@ -65,12 +65,8 @@ def bright(images, prompts):
 """
 STEPS = 5
 SETTINGS = [f"steps={STEPS}", "save_every=1", "prompts_per_step=4", "images_per_prompt=2", "microbatch=4", "device=cpu"]
-SETTINGS += [
-    "evaluation.prompts=null",
-    "trackers=[]",
-    "keep_checkpoints=9",
-    "optimizer.eps=1.0e-4",
-]  # a small eps makes steps of rounding errors
+# a small eps would make steps of rounding errors
+SETTINGS += ["evaluation.prompts=null", "trackers=[]", "keep_checkpoints=9", "optimizer.eps=1.0e-4"]
 
 
 REMOTE = "{remote: http://10.0.0.3:8000, options: {timeout: 5, attempts: 5}}"

@@ -102,9 +102,8 @@ def one_verb(folder: Path, valid: Path, verb: Written, rooms: list[int], limits:
             assert mount(disk, LARGE, remount=True)
             code, output = command.process.exitcode, command.output
             if code == 1 and "of the checks failed" in output and "Traceback" not in output:
-                json.loads(
-                    (home / "out" / "a.json").read_text()
-                )  # the doctor's: a LoRA that can't be written is a failed check
+                # the doctor's: a LoRA that can't be written is a failed check
+                json.loads((home / "out" / "a.json").read_text())
                 continue
             if "Traceback" in output or code not in (0, 2, 75) or (code and "error:" not in output):
                 wrong.append(f"{where}: exit {code}: {output[-800:]}")

@@ -46,14 +46,8 @@ from flow_grpo.policy.hub import BUNDLED_MODELS
 MEMORY = 12 << 30  # bytes that a command may take; a value of the user's must not bring a machine down
 SECONDS = 300.0  # a command takes less than ten, and more where other work is done
 LONG_SECONDS = 60.0  # after which long work is ended by SIGTERM
-LONG = (
-    "train",
-    "compare",
-    "sample",
-    "eval",
-    "doctor",
-    "serve",
-)  # which may have been given long work: it must end at SIGTERM
+# may have been given long work, and must end at SIGTERM
+LONG = ("train", "compare", "sample", "eval", "doctor", "serve")
 WORDS = [
     *[
         "",
@@ -344,11 +338,9 @@ def leaked(folder: Path, secrets: list[bytes]) -> str:
     names = sorted(path.name for path in (folder.parent / "private").iterdir())
     if "canary" in names:
         return "code of a file was run"
-    if names != ["secret.txt", "secret.webp"] or sorted(path.name for path in folder.parent.iterdir()) != [
-        "here",
-        "private",
-    ]:
-        return f"files outside: {names}, {[path.name for path in folder.parent.iterdir()]}"
+    outside = sorted(path.name for path in folder.parent.iterdir())
+    if names != ["secret.txt", "secret.webp"] or outside != ["here", "private"]:
+        return f"files outside: {names}, {outside}"
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and any(secret in path.read_bytes() for secret in secrets):
             return f"a private file is in {path.relative_to(folder)}"

@@ -192,12 +192,8 @@ def verdict(verb: str, environment: Environment, folder: Path, code: int | None,
         return f"exit status {code}: {output[-800:]}"
     if code and verb != "serve" and environment.start is not to_a_full_device and not output.strip():
         return f"exit status {code} without a word"
-    if (
-        code == 0
-        and verb in RESULTS
-        and environment.start is not remove_working_folder
-        and not (folder / RESULTS[verb]).is_file()
-    ):
+    leaves_a_result = code == 0 and verb in RESULTS and environment.start is not remove_working_folder
+    if leaves_a_result and not (folder / RESULTS[verb]).is_file():
         return f"no {RESULTS[verb]}: {output[-500:]}"
     return ""
 

@@ -21,7 +21,10 @@ def reading(step: int, reward: float, clip: float, noise: float = 0.0, seed: int
     """Prompts that differ by much, each moved alike but for the noise."""
     draw = random.Random(1000 * seed + step)
     of = [0.3 * ((i * 37) % prompts) / prompts for i in range(prompts)]
-    near = lambda mean, spread: [mean + o + draw.gauss(0, spread) for o in of]  # noqa: E731
+
+    def near(mean: float, spread: float) -> list[float]:
+        return [mean + o + draw.gauss(0, spread) for o in of]
+
     image_metrics = {HIGH_FREQUENCY_POWER: near(0.05, noise / 10), DIVERSITY: near(0.3, noise)[:16]}
     return EvaluationRecord(step, near(reward, noise), {"clip": near(clip, noise)}, image_metrics)
 

@@ -46,11 +46,8 @@ pytestmark = pytest.mark.usefixtures("known_traces")
 
 
 def follow(network: torch.nn.Module, x: torch.Tensor, backward: bool) -> tuple[int, int]:
-    followed, alive, counter = (
-        meta_pipeline.MetaModule(network.to("meta"), torch.float32, cuda=False),
-        trace.LiveBytesCounter(),
-        trace.FlopCounter(),
-    )
+    followed = meta_pipeline.MetaModule(network.to("meta"), torch.float32, cuda=False)
+    alive, counter = trace.LiveBytesCounter(), trace.FlopCounter()
     for mode in (alive, counter):
         with followed.counting(mode, backward):
             out = followed(x)
@@ -677,10 +674,8 @@ def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_
     folder = saved(torch.bfloat16, tmp_path / "bf16")
     pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
     networks = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    position, transformer = (
-        pipe.transformer.pos_embed.pos_embed.numel(),
-        sum(p.numel() for p in pipe.transformer.parameters()),
-    )
+    position = pipe.transformer.pos_embed.pos_embed.numel()
+    transformer = sum(p.numel() for p in pipe.transformer.parameters())
     weights = 4 * (position + sum(p.numel() for network in networks for p in network.parameters()))
     assert loading(folder) == LoadingMemory(0, weights + 2 * (transformer + position) + 4 * position)
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"

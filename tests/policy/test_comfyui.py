@@ -20,9 +20,8 @@ from flow_grpo.policy.lora_file import LoraLayer
 RANK = 2
 Layers = dict[str, LoraLayer]
 Shapes = dict[str, tuple[int, int]]
-TRANSFORMERS: dict[
-    str, Callable[[], torch.nn.Module]
-] = {  # of the published width where a converter of diffusers knows no other
+# of the published width where a converter of diffusers knows no other
+TRANSFORMERS: dict[str, Callable[[], torch.nn.Module]] = {
     "lumina2": lambda: d.Lumina2Transformer2DModel(num_layers=1, num_refiner_layers=1),
     "hunyuan_video": lambda: d.HunyuanVideoTransformer3DModel(num_layers=1, num_single_layers=1, num_refiner_layers=1),
     "hunyuan_image": lambda: TINY["hunyuan_image"].build().transformer,

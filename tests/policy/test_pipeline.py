@@ -264,11 +264,8 @@ def test_rows_that_can_not_share_a_call_go_into_calls_filled_up_to_all_rows(as_f
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_timesteps_that_can_not_share_a_call_go_into_calls_of_their_own(as_family, shared, alone):
-    policy, rows, timesteps = (
-        as_family(encode_separately=alone),
-        torch.tensor([0, 1, 0]),
-        torch.tensor([900.0, 900.0, 300.0]),
-    )
+    policy = as_family(encode_separately=alone)
+    rows, timesteps = torch.tensor([0, 1, 0]), torch.tensor([900.0, 900.0, 300.0])
     policy.supports_per_sample_timesteps = False
     calls = Calls(policy)
     conditioning = policy.encode(PROMPTS)
@@ -285,10 +282,8 @@ def test_a_pipeline_that_takes_timesteps_is_found_out_once(as_family):
     policy, with_graph = as_family(), []
     policy.pipe.transformer.register_forward_hook(lambda *_: with_graph.append(torch.is_grad_enabled()))
     conditioning = policy.encode(PROMPTS)
-    for expected in (
-        [False, False, False, True],
-        [True],
-    ):  # the two ends alone, both together, and what was asked; then that only
+    # the two ends alone, both together, and what was asked; then that only
+    for expected in ([False, False, False, True], [True]):
         with_graph.clear()
         policy.velocity(LATENTS[:2], torch.tensor([900.0, 300.0]), conditioning, torch.arange(2))
         assert with_graph == expected

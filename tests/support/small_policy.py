@@ -86,10 +86,8 @@ def move(policy: Policy, by: float = 0.3, seed: int = 0, adapter: str = "default
 def settings(**changes: Any) -> FlowGRPOConfig:
     """The defaults with these changes, section by section."""
     both = {k: {**v, **changes[k]} if isinstance(v, dict) and changes.get(k) else v for k, v in DEFAULTS.items()}
-    own, read = (
-        changes.get("objective", {}),
-        section_type(both["objective"].get("name", "grpo"), both["objective"].get("family", "stepwise")).model_fields,
-    )
+    own = changes.get("objective", {})
+    read = section_type(both["objective"].get("name", "grpo"), both["objective"].get("family", "stepwise")).model_fields
     both["objective"] = {key: value for key, value in both["objective"].items() if key in own or key in read}
     if changes.get("stages"):
         both.pop("steps")  # each stage has its own

@@ -49,9 +49,8 @@ def test_plain_diffusers_draws_signs_with_its_defaults_and_without_guidance():
         picture = pipe(sign.prompt, generator=torch.Generator().manual_seed(0), output_type="np", **guidance).images[0]
         assert picture.shape == (80, 80, 3)
         corners = picture[[0, 0, -1, -1], [0, -1, 0, -1]]
-        assert (
-            np.abs(corners - np.array(world.COLORS["blue"]) / 255).max() < 0.2
-        )  # guidance 7 overdraws a little; the nearest other colour is 0.4 away
+        # guidance 7 overdraws a little; the nearest other colour is 0.4 away
+        assert np.abs(corners - np.array(world.COLORS["blue"]) / 255).max() < 0.2
         band = picture[32:48]
         assert (np.abs(band - 1).max(-1) < 0.15).mean() > 0.1, "white letters in the middle"
 

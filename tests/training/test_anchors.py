@@ -150,11 +150,8 @@ def test_the_base_model_is_evaluated_where_an_anchor_or_the_objective_needs_it()
 
 def test_the_guided_reference_extrapolates_from_the_empty_prompt():
     policy = small.policy()
-    x, t, rows = (
-        torch.randn(2, *small.SHAPE, generator=torch.Generator().manual_seed(3)),
-        torch.tensor(700.0),
-        torch.arange(2),
-    )
+    x = torch.randn(2, *small.SHAPE, generator=torch.Generator().manual_seed(3))
+    t, rows = torch.tensor(700.0), torch.arange(2)
     prompts = small.PROMPTS.prompts[:2]
     with torch.no_grad(), policy.base_model():
         with_prompt, without = (policy.velocity(x, t, policy.encode(p), rows) for p in (prompts, ["", ""]))

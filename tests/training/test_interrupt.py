@@ -114,9 +114,8 @@ def whole(tmp_path_factory) -> Path:
         ("2 asleep", "1", signal.SIGTERM),
         pytest.param("1 asleep", "1", signal.SIGINT, marks=pytest.mark.slow),  # in the evaluation before the first step
         pytest.param("2 for_years", "{isolate: true}", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param(
-            "3 asleep", "{remote: URL}", signal.SIGINT, marks=pytest.mark.slow
-        ),  # of the second half of the first step's images
+        # of the second half of the first step's images
+        pytest.param("3 asleep", "{remote: URL}", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_whose_reward_hangs_is_stopped_and_resumed_to_the_same_numbers(tmp_path, whole, hang, where, number):

@@ -119,8 +119,13 @@ def test_the_linear_loss_has_the_gradient_of_backpropagation_through_composition
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     decoder = torch.randn(6, 9, generator=generator, dtype=torch.float64)
-    network = lambda x, i: torch.tanh(x @ weight) * (1 + i)  # noqa: E731
-    reward = lambda image: image.sin().sum(1) + image.square().mean(1)  # noqa: E731
+
+    def network(x, i):
+        return torch.tanh(x @ weight) * (1 + i)
+
+    def reward(image):
+        return image.sin().sum(1) + image.square().mean(1)
+
     x, visited, lengths = torch.randn(4, 6, generator=generator, dtype=torch.float64), [], [-0.1, -0.2, -0.3, -0.4]
     for i, length in enumerate(lengths):
         visited.append(x)
