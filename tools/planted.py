@@ -149,8 +149,8 @@ BUGS = [
     (
         "the old policy draws no images",
         "flow_grpo/training/rollouts.py",
-        "with self.policy.lora.use(objective.sampling_adapter):",
-        "with self.policy.lora.use(None):",
+        "with self.policy.lora.use(objective.sampling_adapter), phase(",
+        "with self.policy.lora.use(None), phase(",
         "tests/training/test_forward_process_loss.py -k drawn_by_the_old",
     ),
     (
@@ -820,7 +820,7 @@ BUGS = [
     ),
     (
         "a step that is made anew calls a reward that is still at the last one",
-        "flow_grpo/training/interrupt.py",
+        "rewards/interrupt.py",
         "        wait_for(thread.close(), should_stop)  # no reward is called twice at a time\n        raise",
         "        thread.close()\n        raise",
         "tests/training/test_interrupt.py -k under_way",

@@ -331,10 +331,9 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
                 tensor = tensors.get_slice(name)
                 tensor_dtype = STORED_DTYPES.get(tensor.get_dtype())
                 size = math.prod(tensor.get_shape()) * (tensor_dtype.itemsize if tensor_dtype else 1)
-                if tensor_dtype in (None, dtype):
-                    unchanged += size
-                else:
-                    converted += size
+                is_converted = tensor_dtype not in (None, dtype)
+                converted += size * is_converted
+                unchanged += size * (not is_converted)
         sizes.append((converted, unchanged))
     return sizes
 
