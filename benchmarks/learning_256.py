@@ -62,7 +62,7 @@ TAUGHT = [
     "prompts_per_step=16", "images_per_prompt=8", "microbatch=128", f"rewards={{{REWARDS}:spelling: 1, {REWARDS}:colors: 1}}",
     "evaluation.every=2", f"evaluation.rewards=[{REWARDS}:spelling_exact, {REWARDS}:colors]",
 ]  # fmt: skip
-PRESETS = {  # with half the learning rate: the transformer has twice the layers and four times the width
+PRESETS = {  # with lower learning rates (half of 0.4's): the transformer has twice the layers and four times the width
     "awm": ["tiny_ocr", "steps=16", "optimizer.lr=6e-4"],
     "grpo": ["tiny_grpo", "steps=16", "optimizer.lr=4e-4", "objective.keep_graphs=false"],
 }
