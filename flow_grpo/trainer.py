@@ -117,13 +117,15 @@ class FlowGRPOTrainer:
             self.state.report_warnings(tracker.warn)
             if not self.stage.has_advantage:
                 tracker.warn_no_signal(self.step)
-            if self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save:
+            is_saved = self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save
+            if is_saved:
                 self.save()
             self._evaluate(tracker, requested.should_evaluate)
             requested_then = self.callbacks.requested()  # by `on_evaluate` and `on_save`
-            if requested_then.should_save:
+            stops = requested.should_training_stop or requested_then.should_training_stop
+            if requested_then.should_save or (stops and not is_saved):
                 self.save()
-            if requested.should_training_stop or requested_then.should_training_stop:
+            if stops:
                 break
 
     def training_step(self) -> dict[str, float]:

@@ -65,7 +65,8 @@ def score(
 def _check_finite(name: str, values: Tensor, prompts: list[str]) -> None:
     for value, prompt in zip(values.tolist(), prompts, strict=True):
         if not math.isfinite(value):
-            raise FlowGRPOError(f"reward {name} returned {value} for the prompt {prompt!r}; every reward must be finite.")
+            shown = prompt[:MAX_PROMPT_LENGTH]
+            raise FlowGRPOError(f"reward {name} returned {value} for the prompt {shown!r}; every reward must be finite.")
 
 
 def reward_gradient(

@@ -1,9 +1,11 @@
 """The trainer from Python: callbacks, what it saves and shares, and what it prints."""
 
 import asyncio
+import copy
 import importlib
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -163,7 +165,7 @@ def test_an_interrupted_run_is_reported_so_far_and_a_resumed_one_no_longer_as_en
 
 class StopAfterTwo:
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = control.should_save = state.global_step == 2
+        control.should_training_stop = state.global_step == 2  # which also saves
 
 
 class HeadlineAtEachStep:
@@ -172,6 +174,25 @@ class HeadlineAtEachStep:
 
     def on_step_end(self, args, state, control, **kwargs):
         self.seen.append(summary.headline(RunReader(self.folder)))
+
+
+def test_the_settings_that_a_callback_gets_can_be_copied_and_pickled(tmp_path):
+    args = small.trainer(short_run(tmp_path / "run")).callbacks.args
+    again = pickle.loads(pickle.dumps(args))
+    assert again.output_dir == copy.copy(args).output_dir == str(tmp_path / "run")
+    with pytest.raises(AttributeError):
+        _ = again.no_such_setting
+
+
+def test_an_objective_that_was_edited_since_the_last_run_of_a_notebook_is_read_again(tmp_path):
+    file = tmp_path / "own.py"
+    for run, scale in (("first", 1.0), ("second", 2.0)):
+        file.write_text(
+            "import torch\nfrom flow_grpo.objectives import Loss\n\ndef mine(step, advantage):\n"
+            f"    return Loss(-advantage * step.log_prob, {{'scale': torch.full_like(advantage, {scale})}})\n"
+        )
+        metrics = small.trainer(short_run(tmp_path / run, f"objective={{name: {file}:mine}}")).training_step()
+        assert metrics["scale"] == scale
 
 
 def test_an_object_that_is_no_callback_is_refused(tmp_path):

@@ -970,7 +970,7 @@ def test_what_was_dropped_in_the_last_evaluation_is_reported_too(tmp_path):
 def test_a_callback_that_asks_to_stop_at_an_evaluation_ends_the_run_there(tmp_path):
     class StopAtScore:
         def on_evaluate(self, args, state, control, **kwargs):
-            control.should_training_stop = control.should_save = state.global_step == 1
+            control.should_training_stop = state.global_step == 1
 
     trainer = made(tmp_path / "run", steps=3, held_out=HELD_OUT, evaluation={"every": 1})
     trainer.callbacks.callbacks.append(StopAtScore())

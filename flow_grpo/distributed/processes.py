@@ -8,9 +8,11 @@ their rows differ. So a run does not depend on the number of processes, up to th
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from flow_grpo.distributed.launchers import adopt, end_with_launcher
 from flow_grpo.distributed.peers import Peers, meet, peers_of_found_group
-from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError, is_retryable
+from flow_grpo.errors import FlowGRPOError, Interrupted, PeerLost, RetryableError, is_retryable
 from flow_grpo.text import first_line
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ class Processes:
 
     def _end_by(self, error: BaseException) -> PeerLost | None:
         """Tell the peers of an error that is this process's own; else return what ended the run."""
-        if self.peers is None or getattr(error, "is_shared", False) or type(error).__name__ == "Interrupted":
+        if self.peers is None or getattr(error, "is_shared", False) or isinstance(error, Interrupted):
             return None
         if isinstance(error, PeerLost):
             return error
@@ -352,8 +354,12 @@ def _whole_number(name: str, default: str) -> int:
 
 
 def is_peer_lost(error: RuntimeError) -> bool:
-    """Whether an error of torch means that another process of the run is gone."""
-    return any(word in str(error) for word in ("gloo", "NCCL", "onnection"))
+    """Whether an error means that another process of the run is gone: one of torch's, not of a callback's or a library's own network."""
+    *_, last = traceback.walk_tb(error.__traceback__)
+    raised_in = Path(last[0].f_code.co_filename)
+    is_of_torch = Path(torch.__file__).parent in raised_in.parents or Path(__file__).parent == raised_in.parent
+    words = ("gloo", "NCCL", "onnection")
+    return isinstance(error, torch.distributed.DistError) or (is_of_torch and any(word in str(error) for word in words))
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -140,14 +140,19 @@ def _measure_model(
     def generate_with_seeds(indices: Sequence[int], seeds: list[int]) -> Tensor:
         return generate_images(policy, [rows.prompts[i] for i in indices], seeds, steps, microbatch)
 
+    def generate_own(indices: Sequence[int]) -> Tensor:
+        seeds = [seed for i in indices if (seed := rows.seeds[i]) is not None]
+        assert len(seeds) == len(indices), "images that are generated have seeds"
+        return generate_with_seeds(indices, seeds)
+
     def generate(indices: Sequence[int]) -> Tensor:
-        images = generate_with_seeds(indices, [seed for i in indices if (seed := rows.seeds[i]) is not None])
+        images = generate_own(indices)
         first_images.update({i: images[n].clone() for n, i in enumerate(indices) if i in diversity_rows})
         return images
 
     def generate_by_base(indices: Sequence[int]) -> Tensor:
         with policy.base_model():
-            return generate_with_seeds(indices, [seed for i in indices if (seed := rows.seeds[i]) is not None])
+            return generate_own(indices)
 
     values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)
     if kept is not None:

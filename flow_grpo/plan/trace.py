@@ -172,6 +172,7 @@ class ModelTrace:
     def _works_without_settings(self) -> bool:
         """Whether the code can be traced as the pipeline calls it by default: then the config's settings are to blame."""
         try:
+            self.policy.lora.remove()
             self.policy = Policy(self.policy.pipe, self.dtype)
             self.schedule, self.latent_shape = self.policy.schedule(2)
             self._count_velocity(2, FlopCounter(), training=False)

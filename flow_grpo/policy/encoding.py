@@ -33,7 +33,7 @@ SHARED, LIST, CUMULATIVE, ABSENT = "shared", "rows", "cumulative", "absent"  # i
 ENCODE_BATCH = 8  # prompts in a pass of the text encoders, if they are all padded to one length
 # components that only prompts need, by the beginning of their name
 ENCODER_PREFIXES = ("text_encoder", "vision_language_encoder")
-MAX_IN_MEMORY = 512  # prompts: 3 MB each for SD3.5
+MAX_IN_MEMORY = 512  # prompts, 3 MB each for SD3.5; or those of the largest batch, which a step encodes several times
 LAYOUT = "\0layout"  # the key of what applies to all prompts: their batch axes, and whether they are padded to one length
 
 
@@ -233,6 +233,11 @@ class EmbeddingCache:
     def __init__(self, folder: str | Path | None = None, key: Any = None) -> None:
         self.folder = None if folder is None else expanded(folder) / _digest(repr(key))
         self._in_memory: OrderedDict[str, Any] = OrderedDict()
+        self._limit = MAX_IN_MEMORY
+
+    def make_room(self, count: int) -> None:
+        """Keep at least so many entries in memory."""
+        self._limit = max(self._limit, count)
 
     def get(self, prompt: str) -> Any:
         """The outputs of a prompt, or None, also if the file is damaged: a single other bit is seen."""
@@ -263,7 +268,7 @@ class EmbeddingCache:
 
     def _add_to_memory(self, key: str, outputs: Any) -> None:
         self._in_memory[key] = outputs
-        if len(self._in_memory) > MAX_IN_MEMORY:
+        if len(self._in_memory) > self._limit:
             self._in_memory.popitem(last=False)
 
     def _file(self, key: str) -> Path:
@@ -324,6 +329,7 @@ class PromptEncoder:
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt."""
+        self.cache.make_room(len({*prompts}) + len(PROBE_PROMPTS))
         axes = {len(images_of(prompt)): self._batch_axes(prompt) for prompt in prompts}
         cached = {prompt: self.cache.get(prompt) for prompt in prompts}
         outputs_of = {prompt: outputs for prompt, outputs in cached.items() if outputs is not None}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import CHECKSUM, DATA_HASH, UNKNOWN_HASH, check_safetensors, seal_safetensors, write_errors
+from flow_grpo.files import CHECKSUM, DATA_HASH, UNKNOWN_HASH, atomic_file, check_safetensors, seal_safetensors
 from flow_grpo.policy.hub import ADAPTER_CONFIG, PEFT_WEIGHTS, WEIGHTS
 from flow_grpo.policy.weights import check_weights
 from flow_grpo.rewards.downloads import downloads, hub_file
@@ -421,9 +421,9 @@ def write_named(file: Path, layers: Mapping[str, LoraLayer], header: Mapping[str
             tensors[f"{name}.{part}.weight"] = value.to("cpu", dtype).contiguous()
     rank = str(max(layer.rank for layer in layers.values()))
     sizes = {"ss_network_dim": rank, "ss_network_alpha": rank}
-    with write_errors(file):
-        save_file(tensors, file, {"format": "pt", **sizes, **header, DATA_HASH: UNKNOWN_HASH, CHECKSUM: UNKNOWN_HASH})
-        seal_safetensors(file)
+    with atomic_file(file) as partial:
+        save_file(tensors, partial, {"format": "pt", **sizes, **header, DATA_HASH: UNKNOWN_HASH, CHECKSUM: UNKNOWN_HASH})
+        seal_safetensors(partial)
 
 
 def read_own(file: Path) -> tuple[LoraFile, str]:

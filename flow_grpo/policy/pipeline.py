@@ -210,6 +210,8 @@ class FlowPipeline:
         self.timestep_copies = copies
         try:
             return rows_agree(both(), low, high)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
             return False
 
@@ -316,6 +318,8 @@ class FlowPipeline:
         name = type(self.pipe).__name__
         try:
             states = torch.cat([self._encode_images(chunk, shape) for chunk in images.split(microbatch)])
+        except torch.OutOfMemoryError:
+            raise
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise FlowGRPOError(f"{name} can't be trained on given images: {first_line(error)}") from error
         if states.shape[1:] != shape:

@@ -47,16 +47,17 @@ class Policy(FlowPipeline):
         # On Hopper, cuDNN's attention returns NaN or wrong gradients for some lengths (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#160;
         # tests/test_cuda.py), and torch would choose it. DIFFUSERS_ATTN_BACKEND=_native_cudnn still sets it.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
+        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, experts)
+        if self.lora.adapters:
+            raise FlowGRPOError(
+                f"the pipeline has a LoRA, {', '.join(self.lora.adapters)}: load it anew, or merge the LoRA by pipe.fuse_lora() and "
+                "pipe.unload_lora_weights(). To train the LoRA on, set lora.init_from to its file, or give the trainer's `policy` of "
+                "an earlier run in place of its pipeline."
+            )
         for name, part in self.pipe.components.items():
             if "transformer" in name and isinstance(part, torch.nn.Module):  # one family has a second denoiser
                 part.requires_grad_(False).eval()
-        experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
-        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, experts)
-        if self.lora.adapters and TRAINED not in self.lora.adapters:
-            raise FlowGRPOError(
-                f"the pipeline has a LoRA, {', '.join(self.lora.adapters)}: give one without, or merge it by pipe.fuse_lora() and "
-                "pipe.unload_lora_weights(); to train it on, set lora.init_from to its file."
-            )
         self.trained: Lora | FullWeights = self.lora
         self.meter = StepMeter(self.lora, self.device)
         self.ema = MovingAverage(self.trainable_parameters)
@@ -242,6 +243,8 @@ class Policy(FlowPipeline):
         """Find out whether rows with different images can share a call; prompts with images may come later, to some processes first."""
         try:
             self.accepts_images_per_row(x, timesteps[0], with_images("a", self.probe_images(1)))
+        except torch.OutOfMemoryError:
+            raise
         except (ValueError, RuntimeError, TypeError):  # a model that is trained on texts
             self.supports_images_per_row = False
 
@@ -251,7 +254,7 @@ def _explain_loading(path: str | Path, source: str, file: str | None) -> Iterato
     """Raise FlowGRPOError that says what is wrong if the LoRA at that path, resolved to source and file, can't be loaded."""
     try:
         yield
-    except FlowGRPOError:
+    except (FlowGRPOError, torch.OutOfMemoryError):
         raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         damaged = damaged_file(Path(source), file)

@@ -44,6 +44,8 @@ class CallbackArguments:
         self.eval_strategy = "steps" if is_evaluated else "no"
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy that is being made has no settings yet
+            raise AttributeError(name)
         return getattr(self._settings, name)
 
 

@@ -43,7 +43,10 @@ from flow_grpo.types import (
 
 @functools.cache
 def load_custom_function(kind: str, name: str) -> Callable | None:
-    """The user's function at an import path or in a file, which raises only FlowGRPOError and gets copies; None for a built-in name."""
+    """The user's function at an import path or in a file, which raises only FlowGRPOError and gets copies; None for a built-in name.
+
+    A run keeps the function that it began with; the next one reads the file again.
+    """
     if not is_custom(name):
         return None
     function = reward_kit.locate(kind, name)

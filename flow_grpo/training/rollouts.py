@@ -67,7 +67,7 @@ class ImageSampler:
         batch, window = batch.take(self.processes.owns(batch.group, self.args.updates).nonzero()[:, 0]), self.window(step)
         trajectories, futures = [], list[Future[Scores]]()
         with self.policy.meter.phase("encode"):
-            for model in {self.model, self.policy}:
+            for model in dict.fromkeys((self.model, self.policy)):
                 # all at once, in full passes of the text encoders; the parts find them cached
                 model.encode(batch.prompts)
         part_size = (

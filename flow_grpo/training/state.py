@@ -275,6 +275,8 @@ class RunState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. FlowGRPOError if it was written with other settings."""
+        self.step = state["step"]
+        self.enter_stage(state.get("begin", self.step))  # between two stages, the optimizer may be either's
         try:
             self._load(state)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -348,8 +350,6 @@ class RunState:
         return layout.TRANSFORMER if self.policy.is_full_finetuning else layout.LORA
 
     def _load(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        self.enter_stage(state["begin"])  # between two stages, the optimizer may be either's
         self.policy.load_adapter_state(state["adapter"])
         self.policy.ema.load_state_dict(state["ema"])
         self.stage.update.load_state_dict(state)

@@ -171,7 +171,6 @@ class PolicyUpdate:
                 if self.processes.any(len(minibatch.rows) > 0):  # else there is nothing to learn from
                     self._compute_gradients(batch_loss, minibatch, totals)
                     totals.numbers.update(self._optimizer_step(step, number, totals))
-                    self.clip.update(self.processes)
             experience.trajectory.graphs.clear()  # of micro-batches without signal
             metrics = self._finish(totals, step, len(minibatches))
         self.seconds = time.perf_counter() - started
@@ -278,13 +277,13 @@ class PolicyUpdate:
             )
 
     def _optimizer_step(self, step: int, number: int, totals: LossMetrics) -> dict[str, float]:
-        """Run the `number`-th optimizer step of this stage, and update the moving average if it is due. Returns its metrics."""
+        """Run the `number`-th optimizer step of this stage, and update what follows the weights. Returns its metrics."""
         norm = totals.collect().numbers.pop(GRAD_NORM)
         was_mid_step, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             with self.policy.meter.phase("optimizer"):
                 self.optimizer.step(self._learning_rate(step), norm)
-        except ValueError:
+        except FlowGRPOError:
             self.mid_step = was_mid_step
             raise
         finite = math.isfinite(norm)
@@ -296,6 +295,8 @@ class PolicyUpdate:
             )
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
+        if self.args.objective.has_auto_clip:
+            self.clip.update(self.processes)
         count = sum(p.numel() for p in self.policy.trainable_parameters().values())
         return {GRAD_NORM: norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 

@@ -14,6 +14,7 @@ from support.process_runs import config, finished, run_alone, same, start
 
 from flow_grpo.distributed import peers as module
 from flow_grpo.distributed.peers import PATIENCE, Peers, meet, patience
+from flow_grpo.distributed.processes import is_peer_lost
 from flow_grpo.errors import FlowGRPOError, PeerLost, RetryableError
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
@@ -227,3 +228,12 @@ def test_a_timeout_that_is_no_number_of_seconds_is_one_sentence(monkeypatch, sec
     monkeypatch.setenv(PATIENCE, seconds)
     with pytest.raises(FlowGRPOError, match="should be a number of seconds above 0"):
         patience()
+
+
+def test_an_error_of_a_callbacks_own_network_is_told_to_the_peers_as_it_is():
+    with pytest.raises(RuntimeError) as of_a_callback:
+        raise RuntimeError("Connection refused by the tracking server")
+    assert not is_peer_lost(of_a_callback.value)
+    with pytest.raises(RuntimeError) as of_torch:
+        exec(compile("raise RuntimeError('Connection closed by peer')", torch.distributed.__file__, "exec"))
+    assert is_peer_lost(of_torch.value)

@@ -4,6 +4,7 @@ import torch
 from support.embedded import PROMPTS, tiny_policy
 
 from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy import encoding
 from flow_grpo.policy.interception import PROBE_PROMPTS
 from flow_grpo.policy.loading import load_policy
 
@@ -24,6 +25,18 @@ def test_prompts_are_encoded_once_and_in_any_company():
     policy.encode([PROMPTS[1], *PROMPTS])
     policy.encode(PROMPTS)
     assert len(calls) == 1, "only the prompt that was new"
+
+
+def test_a_batch_larger_than_the_memory_for_prompts_is_encoded_once(monkeypatch):
+    monkeypatch.setattr(encoding, "MAX_IN_MEMORY", 2)
+    policy, calls = tiny_policy(), []
+    encode = policy.pipe.encode_prompt
+    policy.pipe.encode_prompt = lambda *a, **k: calls.append(a or k) or encode(*a, **k)
+    batch = [*PROMPTS, *(f"{prompt} again" for prompt in PROMPTS)]
+    policy.encode(batch)
+    of_first = len(calls)
+    policy.encode(batch)
+    assert len(calls) == of_first > 0
 
 
 def test_prompts_that_were_kept_without_guidance_are_encoded_anew_with_it(tmp_path):

@@ -415,6 +415,33 @@ def test_the_latents_of_an_image_are_its_vaes_shifted_and_scaled(shared):
         shared.encode_images(images[..., :16, :40])
 
 
+def no_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_memory_that_runs_out_is_no_sentence_on_given_images(shared, monkeypatch):
+    """A run then halves its micro-batch."""
+    monkeypatch.setattr(shared.pipe.vae, "encode", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        shared.encode_images(torch.rand(1, 3, 32, 80))
+
+
+def test_memory_that_runs_out_in_a_probe_is_no_answer(monkeypatch):
+    policy, passes = tiny_policy(), []
+    schedule, shape = policy.schedule(2)
+    conditioning, forward = policy.encode(PROMPTS[:2]), policy.pipe.transformer.forward
+
+    def fails_in_the_third_pass(*args, **kwargs):
+        passes.append(1)
+        return no_memory() if len(passes) == 3 else forward(*args, **kwargs)
+
+    monkeypatch.setattr(policy.pipe.transformer, "forward", fails_in_the_third_pass)
+    ask = (torch.zeros(2, *shape), schedule.timesteps, conditioning, torch.arange(2))
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.accepts_per_sample_timesteps(*ask)
+    assert policy.accepts_per_sample_timesteps(*ask), "asked again"
+
+
 def test_packed_latents_are_packed_by_the_pipeline():
     """And a VAE without a shift has none."""
     policy = of_family("flux")

@@ -58,8 +58,17 @@ def test_a_policy_that_was_trained_is_trained_on_and_the_run_says_so(tmp_path, c
 def test_a_pipeline_with_a_lora_of_its_own_is_refused_in_a_sentence(tmp_path):
     pipe = pipeline()
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), "style")
-    with pytest.raises(ValueError, match="the pipeline has a LoRA, style: give one without"):
+    with pytest.raises(ValueError, match="the pipeline has a LoRA, style: load it anew"):
         FlowGRPOTrainer(pipe, brightness, settings(tmp_path), train_dataset=["a", "b"])
+
+
+def test_a_pipeline_that_an_earlier_trainer_has_trained_is_refused_and_its_policy_is_not(tmp_path):
+    pipe = pipeline()
+    first = FlowGRPOTrainer(pipe, brightness, settings(tmp_path / "first"), train_dataset=["a", "b"])
+    with pytest.raises(ValueError, match=r"the pipeline has a LoRA, default.* or give the trainer's `policy`"):
+        FlowGRPOTrainer(pipe, brightness, settings(tmp_path / "second"), train_dataset=["a", "b"])
+    again = FlowGRPOTrainer(first.policy, brightness, settings(tmp_path / "second"), train_dataset=["a", "b"])
+    assert all(parameter.requires_grad for parameter in again.policy.trainable_parameters().values())
 
 
 @pytest.mark.parametrize(
