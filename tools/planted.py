@@ -205,8 +205,8 @@ BUGS = [
     (
         "eval's win rate is against the policy itself",
         "flow_grpo/evaluation/measure.py",
-        "        with policy.base_model():\n            return generate_with_seeds",
-        "        if True:\n            return generate_with_seeds",
+        "        with policy.base_model():\n            return generate_own",
+        "        if True:\n            return generate_own",
         "tests/evaluation/test_evaluation.py -k over_the_base_model",
     ),
     (
