@@ -674,7 +674,7 @@ BUGS = [
     (
         "a run resumed between two stages has the wrong optimizer",
         "flow_grpo/training/state.py",
-        'self.enter_stage(state["begin"])',
+        'self.enter_stage(state.get("begin", self.step))',
         "self.enter_stage(self.step)",
         "tests/training/test_objectives_end_to_end.py -k one_run",
     ),
