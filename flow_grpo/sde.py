@@ -158,7 +158,7 @@ def _euler_maruyama(x: State, v: State, sigma: Column, sigma_next: Column, g: Co
     return mean, g * (-delta).sqrt()
 
 
-def predict_x0(x: State, v: State, sigma: Column) -> State:
+def predict_x0(x: State, v: State, sigma: Column | float) -> State:
     """The image that a velocity predicts."""
     return x - sigma * v
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,18 +105,6 @@ class Critic(nn.Module):
             errors.append(loss.item())
         return sum(errors) / len(errors)
 
-    def training_state(self) -> dict:
-        """Weights and optimizer, for a checkpoint."""
-        return {"weights": self.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_training_state(self, state: dict) -> None:
-        """Restore what `training_state` returned. FlowGRPOError if it is of a critic of another shape."""
-        try:
-            self.load_state_dict(state["weights"])
-        except RuntimeError as error:
-            raise FlowGRPOError("the checkpoint's critic has another shape than the config asks for") from error
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it is given
-
 
 class CriticAdvantages:
     """Gives the advantages of `ppo` in place of the group. It runs on one process."""
@@ -133,3 +122,15 @@ class CriticAdvantages:
             advantage[scored], own = self.critic.advantages(trajectory.take(rows), scores.total[rows], text)
             metrics |= own
         return Comparison(advantage, scored, informative, scored, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer of the critic; copies, which later steps leave alone."""
+        return copy.deepcopy({"weights": self.critic.state_dict(), "optimizer": self.critic.optimizer.state_dict()})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned. FlowGRPOError if it is of a critic of another shape."""
+        try:
+            self.critic.load_state_dict(state["weights"])
+        except RuntimeError as error:
+            raise FlowGRPOError("the checkpoint's critic has another shape than the config asks for") from error
+        self.critic.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it keeps the tensors that it is given

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -38,6 +39,19 @@ class Comparison:
     has_loss: Bool[Tensor, " B"]
     metrics: dict[str, float]
     gradient_weights: dict[str, Tensor] | None = None
+
+
+class Comparer(Protocol):
+    """Gives the images of a step their advantages, or the weights of their rewards' gradients. Some learn from step to step."""
+
+    def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
+        """Compare B images of all processes; the trajectory is of this process."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that steps change, for a checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
 
 
 class GroupAdvantages:
@@ -78,6 +92,13 @@ class GroupAdvantages:
         elif self.args.objective.needs.rows != "all":  # images are selected of groups in which the sum differs
             has_loss = informative
         return Comparison(advantage, scored, informative, has_loss, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: each step is compared by itself."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore nothing."""
 
     def row_masks(self, batch: PromptBatch, scores: Scores) -> tuple[Tensor, Tensor]:
         """`scored` and `informative` (B,), as of `Comparison`."""

@@ -251,6 +251,14 @@ class ClipRange:
         """Discard what was observed since the last update."""
         self._seen = {}
 
+    def state_dict(self) -> dict[int, float]:
+        """The clip ranges by step, for a checkpoint."""
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[int, float]) -> None:
+        """Restore what `state_dict` returned."""
+        self.state = dict(state)
+
     def metrics(self) -> dict[str, float]:
         """The clip ranges by step."""
         return {f"clip_range/step_{step}": value for step, value in sorted(self.state.items())}

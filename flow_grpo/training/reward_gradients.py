@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flow_grpo import sampling
+from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import Objective, TrainedState
 from flow_grpo.distributed.processes import Processes
@@ -18,11 +18,6 @@ from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, rew
 from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_sum
 
 DECAY = 0.9  # of the running mean square of a reward's gradient
-
-
-def predicted_image(x: Tensor, v: Tensor, sigma: float) -> Tensor:
-    """The latents (n, ...) that a velocity predicts at a state."""
-    return x - sigma * v
 
 
 class EndpointGradients:
@@ -54,7 +49,7 @@ class EndpointGradients:
             )
             xs.append(x)
             if state.predicted:
-                endpoints.append(predicted_image(x, v, sigmas[state.step]))
+                endpoints.append(sde.predict_x0(x, v, sigmas[state.step]))
                 index.append(len(endpoints) - 1)
                 continue
             if final is None:
@@ -188,6 +183,21 @@ class GradientWeights:
         zeros = torch.zeros(len(scored))
         return Comparison(zeros, scored, informative, scored, metrics, gradient_weights=weights)
 
+    def state_dict(self) -> dict[str, float]:
+        """The running mean squares, for a checkpoint."""
+        return dict(self.mean_square)
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        self.mean_square = dict(state)
+
+
+class ImageMover(Protocol):
+    """Moves the images of a rollout by the gradient of their rewards."""
+
+    def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:
+        """The velocities at the trained states that lead to the moved images."""
+
 
 class Mending:
     """Moves images along the gradient of their reward, as `mend` does, and weighs moved and kept ones.
@@ -277,7 +287,7 @@ class BothWays:
     def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:
         """The velocities that lead to the moved images; an image whose gradient is 0 stays."""
         sigma, z = -states.factor[0], states.x[:, 0]
-        image = predicted_image(z, end.v, sigma).float()
+        image = sde.predict_x0(z, end.v, sigma).float()
         first = states.weighted(weights_of_rows(self.groups.rewards, end.batch))[:, 0].float()
         step = self.objective.BUDGET / self.objective.MOVES * _norm(image)
         targets = []

@@ -20,7 +20,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.interrupt import DaemonThread, wait_for
-from flow_grpo.training.reward_gradients import BothWays, Endpoint, EndpointGradients, Mending
+from flow_grpo.training.reward_gradients import Endpoint, EndpointGradients, ImageMover
 from flow_grpo.types import GradientStates, PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 
 
@@ -30,19 +30,25 @@ class ImageSampler:
     Args:
         processes: those that share each step; each samples the images that it owns. If they are asked to stop, `Interrupted` leaves
             the rollout: before a forward pass, if there is one process, and while it waits for rewards.
+        mover: of `mend` and `opsd`.
 
     Attributes:
         microbatch: images per forward pass.
-        mover: moves images by the gradient of their reward, for `mend` and `opsd`.
         score_in_background: whether a part of the images is scored while the next part is sampled.
     """
 
-    def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum, processes: Processes) -> None:
-        self.policy, self.args, self.rewards, self.processes = policy, args, rewards, processes
+    def __init__(
+        self,
+        policy: Policy,
+        args: FlowGRPOConfig,
+        rewards: WeightedSum,
+        processes: Processes,
+        mover: ImageMover | None = None,
+    ) -> None:
+        self.policy, self.args, self.rewards, self.processes, self.mover = policy, args, rewards, processes, mover
         self.microbatch = args.microbatch
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         self.gradients = EndpointGradients(policy, args, rewards)
-        self.mover: Mending | BothWays | None = None
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()

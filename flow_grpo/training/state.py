@@ -1,6 +1,5 @@
 """A stage, which has what training steps of one set of settings are made with; and the run's state: its folder, its checkpoints."""
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -20,9 +19,9 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
-from flow_grpo.training.group_advantages import GroupAdvantages, explain_small_share, logged_shares
+from flow_grpo.training.group_advantages import Comparer, GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.offline import GivenImages
-from flow_grpo.training.reward_gradients import BothWays, GradientWeights, Mending
+from flow_grpo.training.reward_gradients import BothWays, GradientWeights, ImageMover, Mending
 from flow_grpo.training.rollouts import ImageSampler
 from flow_grpo.training.start_checks import local_microbatch
 from flow_grpo.training.update import PolicyUpdate
@@ -42,6 +41,7 @@ class Stage:
         given_images: images of a data set in place of a rollout, if the settings name one.
         groups: compares the images of a group.
         compare: gives the advantages of scored images, by `groups` or by a critic, or the weights of their rewards' gradients.
+        critic: of `ppo`.
         update: updates the policy from an `Experience`.
         warnings: pending warnings.
         has_advantage: whether any image of the last training step had an advantage.
@@ -65,20 +65,10 @@ class Stage:
         self.warnings: list[str] = []
         self.has_advantage = True
         self._started, self._succeeded = 0.0, True
-        self.sampler = ImageSampler(policy, args, rewards, processes)
         self.given_images = GivenImages(policy, args, processes) if args.dataset is not None else None
         self.groups = GroupAdvantages(args, rewards)
-        self.critic = self._critic() if args.objective.needs.critic else None
-        self.gradient_weights = GradientWeights(self.groups, processes)
-        self.compare: GroupAdvantages | CriticAdvantages | GradientWeights | Mending = self.groups
-        if self.critic is not None:
-            self.compare = CriticAdvantages(policy, self.critic, self.groups)
-        elif args.objective.needs.moves == "if_better":
-            self.compare = self.sampler.mover = Mending(args.objective, self.groups, processes)
-        elif args.objective.needs.moves == "both_ways":
-            self.sampler.mover = BothWays(args.objective, self.groups)
-        elif args.objective.needs.reward_gradient:
-            self.compare = self.gradient_weights
+        self.compare, mover = self._comparer()
+        self.sampler = ImageSampler(policy, args, rewards, processes, mover)
         self.update = PolicyUpdate(policy, args, start, processes)
         self.set_microbatch(args.microbatch)
         for name in args.objective.policy_copies:
@@ -158,25 +148,35 @@ class Stage:
         """The state that training steps change besides the weights and the optimizer."""
         return {
             "prompts": self.prompt_sampler.state_dict(),
-            "clip": dict(self.update.clip.state),
+            "clip": self.update.clip.state_dict(),
+            "compare": self.compare.state_dict(),
             "microbatch": self.microbatch,
-            "gradients": dict(self.gradient_weights.mean_square),
-            "mending": self.compare.state_dict() if isinstance(self.compare, Mending) else None,
-            "critic": None if self.critic is None else copy.deepcopy(self.critic.training_state()),
         }
 
     def restore_loop_state(self, state: dict[str, Any]) -> None:
         """Restore what `loop_state` returned."""
         self.prompt_sampler.load_state_dict(state["prompts"])
         self._use_microbatch(state["microbatch"])
-        self.update.clip.state = dict(state["clip"])
-        self.gradient_weights.mean_square = dict(state.get("gradients", {}))  # checkpoints of 0.4 have none
-        if isinstance(self.compare, Mending):
-            self.compare.load_state_dict(state["mending"])
-        if self.critic is not None:
-            self.critic.load_training_state(state["critic"])
+        self.update.clip.load_state_dict(state["clip"])
+        self.compare.load_state_dict(state["compare"] if "compare" in state else state["critic"])  # 0.4 has the critic's
 
-    def _critic(self) -> Critic:
+    @property
+    def critic(self) -> Critic | None:
+        return self.compare.critic if isinstance(self.compare, CriticAdvantages) else None
+
+    def _comparer(self) -> tuple[Comparer, ImageMover | None]:
+        """The objective's way to compare images, and its way to move them, if it has one."""
+        objective, needs = self.args.objective, self.args.objective.needs
+        if needs.critic:
+            return CriticAdvantages(self.policy, self._new_critic(), self.groups), None
+        if needs.moves == "if_better":
+            mending = Mending(objective, self.groups, self.processes)
+            return mending, mending
+        if needs.moves == "both_ways":
+            return self.groups, BothWays(objective, self.groups)
+        return GradientWeights(self.groups, self.processes) if needs.reward_gradient else self.groups, None
+
+    def _new_critic(self) -> Critic:
         _, latent_shape = self.policy.schedule(self.args.sampling.steps)
         text_width = self.policy.encode(self.prompt_sampler.prompts.prompts[:1]).pooled().shape[1]
         return Critic(latent_shape, text_width, self.args.seed)
@@ -233,7 +233,7 @@ class RunState:
             "step": self.step,
             "adapter": self.policy.adapter_state(keep_on_this_rank=keep_on_this_rank),
             "ema": self.policy.ema.state_dict(keep_on_this_rank),
-            **self.stage.update.state_dict(keep_on_this_rank),
+            **self.stage.update.optimizer.state_dict(keep_on_this_rank),
             "begin": self.stage.start,
             "memory": self.stage.loop_state(),
         }
@@ -287,7 +287,7 @@ class RunState:
 
     def save(self) -> bool:
         """Write a checkpoint; returns whether this process wrote it. Every process must call it; the main one writes."""
-        if not self.processes.is_main and not self.stage.update.is_sharded:
+        if not self.processes.is_main and not self.stage.update.optimizer.is_sharded:
             return False
         state = self.state_dict(keep_on_this_rank=self.processes.is_main)
         if self.processes.is_main:
@@ -308,7 +308,7 @@ class RunState:
         Nothing is saved if half a step is done, which can't be resumed, or if one process alone has failed and holds a shard.
         An error that nobody foresaw, such as a GPU's, may make saving impossible, and is the one to be raised.
         """
-        together = isinstance(error, Interrupted) or not self.stage.update.is_sharded
+        together = isinstance(error, Interrupted) or not self.stage.update.optimizer.is_sharded
         if not together or self.stage.update.mid_step or isinstance(error, WriteError):
             return
         if not isinstance(error, Interrupted | FlowGRPOError):
@@ -352,7 +352,7 @@ class RunState:
     def _load(self, state: dict[str, Any]) -> None:
         self.policy.load_adapter_state(state["adapter"])
         self.policy.ema.load_state_dict(state["ema"])
-        self.stage.update.load_state_dict(state)
+        self.stage.update.optimizer.load_state_dict(state)
         self.stage.restore_loop_state(state["memory"])
         self.stage.set_microbatch(self.stage.microbatch)  # it may have been saved by fewer processes
         for name in state.keys() & self.stage.args.objective.policy_copies.keys():

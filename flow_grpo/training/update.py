@@ -181,19 +181,6 @@ class PolicyUpdate:
         self.optimizer.zero_grad()
         self.clip.reset()
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether weights or optimizer state are sharded, so that every process must help to gather them."""
-        return self.optimizer.is_sharded
-
-    def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
-        """The full (unsharded) state. If sharded, every process must call this; keep_on_this_rank=False on those that discard it."""
-        return self.optimizer.state_dict(keep_on_this_rank)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.optimizer.load_state_dict(state)
-
     def _batch_loss(self, experience: Experience, step: int) -> BatchLoss:
         with self.policy.meter.phase("encode"):
             conditioning = self.policy.encode(experience.batch.prompts)

@@ -129,11 +129,11 @@ def test_an_optimizer_with_plain_numbers_in_its_state_is_restored(tmp_path):
     """As the 8-bit one's step is."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path))
     trainer.training_step()
-    state = trainer.stage.update.state_dict()
+    state = trainer.stage.update.optimizer.state_dict()
     for values in state["optimizer"]["state"].values():
         values["step"] = 1
-    trainer.stage.update.load_state_dict(state)
-    restored = trainer.stage.update.state_dict()["optimizer"]["state"].values()
+    trainer.stage.update.optimizer.load_state_dict(state)
+    restored = trainer.stage.update.optimizer.state_dict()["optimizer"]["state"].values()
     assert {float(values["step"]) for values in restored} == {1}
     assert any(values["exp_avg"].any() for values in restored)
 

@@ -13,8 +13,8 @@ from flow_grpo import objectives, sampling
 from flow_grpo.config.objective import Draft, FlowBp, Refl
 from flow_grpo.data.prompts import join_sets
 from flow_grpo.run_folder.metrics_file import read_metrics
+from flow_grpo.sde import predict_x0
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.reward_gradients import predicted_image
 from flow_grpo.types import GradientState
 
 NAMES = ["refl", "draft", "flowbp"]
@@ -151,7 +151,7 @@ def by_backpropagation(policy, args, experience):
     for k, (i, factor) in enumerate(zip(states.steps, states.factor, strict=True)):
         x = states.x[:, k]
         v = policy.velocity(x, schedule.timesteps[i], conditioning, rows)
-        end = predicted_image(x, v, float(schedule.sigmas[i]))
+        end = predict_x0(x, v, float(schedule.sigmas[i]))
         if not (factor == -float(schedule.sigmas[i]) and states.endpoint[k] != 0) and args.objective.name != "refl":
             end = experience.trajectory.final + factor * (v - v.detach())
         total = total + redness(policy.decode_with_grad(end), None).mean() / len(states.steps)
@@ -234,9 +234,7 @@ def test_two_processes_have_the_gradients_of_one():
     def other(value):
         return whole.scores.take(others) if hasattr(value, "by_name") else (square, count, 0.0, 0)
 
-    pair.processes = pair.stage.processes = pair.stage.sampler.processes = pair.stage.gradient_weights.processes = small.Two(
-        other
-    )
+    pair.processes = pair.stage.processes = pair.stage.sampler.processes = pair.stage.compare.processes = small.Two(other)
     half = pair.experience()
     torch.testing.assert_close(half.reward_gradient, whole.reward_gradient[own], rtol=1e-4, atol=1e-5)
     assert half.metrics["reward_gradient/redness/rms"] == pytest.approx(
@@ -418,11 +416,11 @@ def test_the_scores_are_those_of_the_final_images_by_all_rewards(name):
 def test_a_step_that_fails_leaves_the_running_rms(monkeypatch):
     run = trainer("flowbp")
     run.training_step()
-    before = dict(run.stage.gradient_weights.mean_square)
+    before = run.stage.compare.state_dict()
     monkeypatch.setattr(run.stage.update.optimizer, "reduce_gradients", lambda: torch.tensor(math.nan))
     with pytest.raises(ValueError, match="not finite"):
         run.training_step()
-    assert run.stage.gradient_weights.mean_square == before
+    assert run.stage.compare.state_dict() == before != {}
 
 
 def test_all_weights_of_a_model_can_be_trained():

@@ -467,10 +467,10 @@ def test_clip_ranges_adapt_after_each_update_and_are_logged():
 def test_an_update_goes_on_from_a_state():
     policy, args, ours = made(optimizer={"lr": 0.05})
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
-    state = ours.state_dict()
+    state = ours.optimizer.state_dict()
     kept = state["optimizer"]["state"][0]["exp_avg"].clone()
     _, _, other = made(policy=policy, optimizer={"lr": 0.05})
-    other.load_state_dict(state)
+    other.optimizer.load_state_dict(state)
     moments = zip(*(one.optimizer.adamw.state_dict()["state"].values() for one in (ours, other)), strict=True)
     assert all(torch.equal(a[name], b[name]) for a, b in moments for name in ("exp_avg", "exp_avg_sq", "step"))
     ours(small.experience(policy, args, ADVANTAGE, WINDOW), 0)
