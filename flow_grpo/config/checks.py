@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from flow_grpo.config.objective import Stepwise
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
@@ -69,7 +70,7 @@ def check_sizes(args: RunSettings) -> None:
 
 def check_kept_graphs(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings conflict with `objective.keep_graphs`."""
-    if not (args.objective.stepwise and args.objective.keep_graphs):
+    if not (isinstance(args.objective, Stepwise) and args.objective.keep_graphs):
         return
     if args.updates * args.epochs > 1:
         raise FlowGRPOError(

@@ -222,11 +222,6 @@ class Objective(ConfigSection):
     """Further references to hold the policy near, each with its weight, such as [{to: ema, weight: 1, decay: 0.3}]; each reports its KL
     as kl/ema. `kl_weight` is the short form of one to the base model, and is added to them."""
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """The settings of one objective, which its class alone has."""
-
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         cls.model_fields["name"].description = Objective.model_fields["name"].description

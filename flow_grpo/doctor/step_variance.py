@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import stochastic_transitions
+from flow_grpo.config.objective import Stepwise, stochastic_transitions
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -55,6 +55,7 @@ def step_reward_variance(
     """
     changes = {"shared_initial_noise": True, "transition": transition, "noise_level": noise_level}
     objective, processes = args.objective.model_copy(update=changes), processes or Processes()
+    assert isinstance(objective, Stepwise)
     sampler = ImageSampler(policy, args.model_copy(update={"objective": objective}), rewards, processes)
     batch = sampler_of(prompts, args.seed).sample(0, args.prompts_per_step, args.images_per_prompt)
     variances = []
@@ -113,6 +114,7 @@ def check_step_variance(
 
 
 def _print(console: Console, stage: FlowGRPOConfig, curves: list[list[StepVariance]]) -> None:
+    assert isinstance(stage.objective, Stepwise)
     size = stage.objective.window.size
     groups = f"{counted(stage.prompts_per_step, 'prompt')} x {counted(stage.images_per_prompt, 'image')}"
     console.print(f"reward variance x 1000 from the noise of each step ({groups})")

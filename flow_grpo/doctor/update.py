@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Clip, Reinforce, is_custom
+from flow_grpo.config.objective import Clip, Reinforce, Stepwise, is_custom
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy
@@ -33,17 +33,11 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
     A custom objective may need gradients: it gets the ratio of log-probabilities, as reinforce does.
     """
     trajectory, rows = experience.trajectory, experience.rows[: 2 * microbatch]
-    if not trajectory.steps or not len(rows):
-        return {}
     own = Reinforce() if is_custom(stage.objective.name) else stage.objective
+    if not trajectory.steps or not len(rows) or not isinstance(own, Stepwise):
+        return {}
     objective = own.model_copy(update={"kl_weight": 0.0, "anchors": []})
-    loss = StepLoss(
-        policy,
-        experience,
-        policy.encode(experience.batch.prompts),
-        objective=objective,
-        clip=ClipRange(),
-    )
+    loss = StepLoss(policy, experience, policy.encode(experience.batch.prompts), objective=objective, clip=ClipRange())
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(microbatch)]
     return {
         step: torch.cat([chunk_loss.metrics[RATIO_DEVIATION] for chunk_loss in step_losses])

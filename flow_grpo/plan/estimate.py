@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import ForwardProcess, RewardGradient, Stepwise
 from flow_grpo.plan import hardware
 from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.meta_pipeline import MetaModule, MetaTextEncoder
@@ -212,7 +213,7 @@ class StepEstimator:
 
     @property
     def _keeps_graphs(self) -> bool:
-        return self.args.objective.stepwise and self.args.objective.keep_graphs
+        return isinstance(self.args.objective, Stepwise) and self.args.objective.keep_graphs
 
     @property
     def _offloaded_encoders(self) -> float:
@@ -256,14 +257,14 @@ class StepEstimator:
         trained = objective.losses_per_image(steps)
         sampled = 0.0 if args.dataset else float(steps)
         # the steps before the window are computed once for a group
-        if objective.stepwise and objective.shared_initial_noise:
+        if isinstance(objective, Stepwise) and objective.shared_initial_noise:
             window = objective.window
             latest = window.last_of(steps) - trained + 1
             before = (window.first_step + latest) / 2 if window.schedule == "random" else window.first_step
             sampled -= before * (1 - 1 / args.images_per_prompt)
         rollout, both, decoding = (self.trace.operations[name] / 2 for name in PASSES)  # of one row
         with_gradient = 0.0
-        if objective.needs.reward_gradient:
+        if isinstance(objective, RewardGradient):
             num_gradients, num_images = objective.decoded_images(steps)
             with_gradient, decoding = num_gradients * self.trace.operations[REWARD_GRADIENT] / 2, num_images * decoding
         forward = self.trace.forward_operations / 2
@@ -284,9 +285,8 @@ class StepEstimator:
     def _rollout_velocities(self) -> int:
         """Velocities of the policy that sampled an image at its noise levels, which ratios need from the second update on."""
         args = self.args
-        if args.objective.stepwise or not args.objective.needs.ratio or args.updates * args.epochs == 1:
-            return 0
-        return args.objective.num_noise_levels
+        has_ratio = args.objective.needs.ratio and args.updates * args.epochs > 1
+        return args.objective.num_noise_levels if isinstance(args.objective, ForwardProcess) and has_ratio else 0
 
 
 def dtype_of(args: FlowGRPOConfig, cuda: bool) -> torch.dtype:

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from flow_grpo import rewards as reward_kit
 from flow_grpo import sampling
-from flow_grpo.config.objective import OLD_ADAPTER, Objective, is_custom
+from flow_grpo.config.objective import (
+    OLD_ADAPTER,
+    ForwardProcess,
+    Objective,
+    OwnFunction,
+    RewardGradient,
+    Stepwise,
+    is_custom,
+)
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.encoding import Conditioning
@@ -64,7 +72,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
 def check_options(objective: Objective) -> None:
     """Check that the user's objective takes its options. FlowGRPOError if not."""
     function = load_custom_function("objective", objective.name)
-    if function is None:
+    if function is None or not isinstance(objective, OwnFunction):
         return
     try:
         signature = inspect.signature(function)
@@ -80,7 +88,7 @@ def check_options(objective: Objective) -> None:
         ) from error
 
 
-def custom_loss(objective: Objective, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+def custom_loss(objective: OwnFunction, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
     """Call the user's objective, which returns a Loss or only its values (n,)."""
     function = load_custom_function("objective", objective.name)
     assert function
@@ -197,9 +205,9 @@ def _merge_max(largest: dict[str, float], others: dict[str, float]) -> None:
             largest[name] = value
 
 
-def objective_function(objective: Objective) -> Callable[..., Loss]:
+def objective_function(objective: Stepwise | ForwardProcess) -> Callable[..., Loss]:
     """An objective as a function of rows and advantages."""
-    return functools.partial(custom_loss, objective) if is_custom(objective.name) else objective.loss
+    return functools.partial(custom_loss, objective) if isinstance(objective, OwnFunction) else objective.loss
 
 
 def mean_by_group(value: Float[Tensor, " n"], group: Int[Tensor, " n"], counts: Bool[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -279,7 +287,7 @@ class StepLoss:
         experience: Experience,
         conditioning: Conditioning,
         *,
-        objective: Objective,
+        objective: Stepwise,
         clip: ClipRange,
     ) -> None:
         trajectory, advantage = experience.trajectory, experience.advantage
@@ -349,7 +357,9 @@ class RewardGradientLoss:
 
     fixed_positions = False
 
-    def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, *, objective: Objective) -> None:
+    def __init__(
+        self, policy: Policy, experience: Experience, conditioning: Conditioning, *, objective: RewardGradient
+    ) -> None:
         assert experience.trajectory.gradient_states is not None
         self.policy, self.objective, self.conditioning = policy, objective, conditioning
         self.states, self.gradient = experience.trajectory.gradient_states, experience.reward_gradient
@@ -385,7 +395,7 @@ class RewardGradientLoss:
         return Prediction(model.velocity(x, self.schedule.timesteps[i], conditioning, rows))
 
 
-def draw_noise_levels(experience: Experience, objective: Objective, *, seed: int, step: int) -> list[NoiseLevel]:
+def draw_noise_levels(experience: Experience, objective: ForwardProcess, *, seed: int, step: int) -> list[NoiseLevel]:
     """The noise levels of the images of training step `step`, `num_noise_levels` of them."""
     schedule, shape = experience.trajectory.schedule, experience.trajectory.final.shape[1:]
     return [
@@ -398,7 +408,7 @@ def draw_noise_level(
     batch: PromptBatch,
     schedule: Schedule,
     shape: Sequence[int],
-    objective: Objective,
+    objective: ForwardProcess,
     *,
     seed: int,
     step: int,
@@ -453,7 +463,7 @@ class ForwardProcessLoss:
         experience: Experience,
         conditioning: Conditioning,
         *,
-        objective: Objective,
+        objective: ForwardProcess,
         noise_levels: list[NoiseLevel],
         microbatch: int,
         several_updates: bool,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Objective, TrainedState
+from flow_grpo.config.objective import Mend, Opsd, RewardGradient, TrainedState
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
@@ -23,8 +23,8 @@ DECAY = 0.9  # of the running mean square of a reward's gradient
 class EndpointGradients:
     """Finds the states of a rollout that are trained, and the gradients of the rewards at the endpoints."""
 
-    def __init__(self, policy: Policy, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
-        self.policy, self.args, self.rewards = policy, args, rewards
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, objective: RewardGradient, rewards: WeightedSum) -> None:
+        self.policy, self.args, self.objective, self.rewards = policy, args, objective, rewards
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class EndpointGradients:
         x = (1 - sigma) * final + sigma * eps.to(final.device)
         model = self.policy.with_guidance(self.args.sampling.guidance)
         conditioning = model.encode(batch.prompts)
-        with torch.no_grad(), self.policy.lora.use(self.args.objective.sampling_adapter):
+        with torch.no_grad(), self.policy.lora.use(self.objective.sampling_adapter):
             parts = [
                 model.velocity(x[rows], trajectory.schedule.timesteps[state.step], conditioning, rows)
                 for rows in torch.arange(len(x)).split(microbatch)
@@ -93,7 +93,7 @@ class EndpointGradients:
         Where a prompt does not name the reward, the gradient is 0 and the fall NaN.
         """
         fall, decoded = torch.full((len(latents),), torch.nan), list[Tensor]()
-        reward, rho = self.rewards.subset([name]), self.args.objective.smoothing
+        reward, rho = self.rewards.subset([name]), self.objective.smoothing
         is_named = weights_of_rows(self.rewards, batch)[name] != 0
 
         def image_gradient(images: Tensor, rows: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Mending:
     TAU_RANGE, TAU_FACTOR = (1e-3, 10.0), 1.5
     MOVED_RANGE = (0.3, 0.6)  # of the tried images
 
-    def __init__(self, objective: Objective, groups: GroupAdvantages, processes: Processes) -> None:
+    def __init__(self, objective: Mend, groups: GroupAdvantages, processes: Processes) -> None:
         self.objective, self.groups, self.processes = objective, groups, processes
         self.ceiling: float | None = None
         self.tau = 0.1
@@ -281,7 +281,7 @@ class BothWays:
     The paper projects the moved image to the ball of the budget's radius; steps whose lengths add up to the budget never leave it.
     """
 
-    def __init__(self, objective: Objective, groups: GroupAdvantages) -> None:
+    def __init__(self, objective: Opsd, groups: GroupAdvantages) -> None:
         self.objective, self.groups = objective, groups
 
     def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:

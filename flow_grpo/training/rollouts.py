@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import WindowConfig
+from flow_grpo.config.objective import RewardGradient, Stepwise, WindowConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.policy.encoding import Conditioning
@@ -48,7 +48,6 @@ class ImageSampler:
         self.policy, self.args, self.rewards, self.processes, self.mover = policy, args, rewards, processes, mover
         self.microbatch = args.microbatch
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
-        self.gradients = EndpointGradients(policy, args, rewards)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
             reward.remote is not None for reward in args.rewards.values()
@@ -62,7 +61,9 @@ class ImageSampler:
     def window(self, step: int) -> list[int]:
         """The sampling steps that are trained in a training step; none on final latents."""
         objective = self.args.objective
-        return trained_steps(objective.window, self.args.sampling.steps, step, self.args.seed) if objective.stepwise else []
+        if not isinstance(objective, Stepwise):
+            return []
+        return trained_steps(objective.window, self.args.sampling.steps, step, self.args.seed)
 
     def sample(self, batch: PromptBatch, step: int, thread: DaemonThread) -> tuple[Trajectory, list[Future[Scores]]]:
         """Sample the images that this process owns, part by part, and submit each part to the scoring thread.
@@ -79,15 +80,16 @@ class ImageSampler:
         part_size = (
             math.lcm(self.microbatch, self.args.images_per_prompt) if self.score_in_background else len(batch.prompts)
         )
+        objective = self.args.objective
+        keep_graphs = isinstance(objective, Stepwise) and objective.keep_graphs
         for rows in torch.arange(len(batch.prompts)).split(part_size):
             part = batch.take(rows)
-            if self.args.objective.needs.reward_gradient:
-                trajectory, scores = self._sample_with_gradients(step, part, thread)
+            if isinstance(objective, RewardGradient):
+                trajectory, scores = self._sample_with_gradients(step, part, thread, objective)
                 trajectories.append(trajectory)
                 futures.append(scores)
                 continue
             with self.policy.meter.phase("rollout"):
-                keep_graphs = bool(window) and self.args.objective.keep_graphs
                 trajectories.append(self.trajectory(step, part, window, keep_graphs=keep_graphs))
             with phase(f"step {step + 1}, decoding"), self.policy.meter.phase("decode"):
                 latents = trajectories[-1].final
@@ -96,7 +98,7 @@ class ImageSampler:
         return Trajectory.join(trajectories), futures
 
     def _sample_with_gradients(
-        self, step: int, batch: PromptBatch, thread: DaemonThread
+        self, step: int, batch: PromptBatch, thread: DaemonThread, objective: RewardGradient
     ) -> tuple[Trajectory, Future[Scores]]:
         """Sample images along the ODE; in the thread, since rewards may hang, find the gradients of their rewards and score them."""
         derivatives = sampling.endpoint_derivatives(self.schedule, sampling.SOLVERS[self.args.sampling.solver])
@@ -105,14 +107,15 @@ class ImageSampler:
         def draw(weights: list[float], count: int) -> list[int]:
             return torch.multinomial(torch.tensor(weights), count, generator=generator).tolist()
 
-        states = self.args.objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
+        states = objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
+        gradients = EndpointGradients(self.policy, self.args, objective, self.rewards)
         visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
         with self.policy.meter.phase("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
 
         def find() -> tuple[GradientStates, Tensor, Scores | None]:
-            found, images = self.gradients(trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
+            found, images = gradients(trajectory, states, joined, batch, step=step, microbatch=self.microbatch)
             if self.mover is None:
                 return found, images, None
             scores = self.score(batch, images)
@@ -123,7 +126,7 @@ class ImageSampler:
                 v,
                 reward=scores.total,
                 rewards_of=partial(self._rewards, batch),
-                gradient_at=partial(self.gradients.weighted, batch=batch, microbatch=self.microbatch),
+                gradient_at=partial(gradients.weighted, batch=batch, microbatch=self.microbatch),
             )
             return replace(found, moves=self.mover.moves(found, end)), images, scores
 
@@ -171,7 +174,8 @@ class ImageSampler:
         objective, seed, shape = self.args.objective, self.args.seed, self.latent_shape
         with self.policy.meter.phase("encode"):
             conditioning, own_conditioning = (model.encode(batch.prompts) for model in (self.model, self.policy))
-        shared = objective.stepwise and objective.shared_initial_noise
+        stepwise = objective if isinstance(objective, Stepwise) else None
+        shared = stepwise is not None and stepwise.shared_initial_noise
         start = sampling.batch_noise(shape, batch, seed, "start", step, shared=shared)
         noise = {i: sampling.batch_noise(shape, batch, seed, "step", step, i) for i in window}
         # copied before the first pass, since a copy waits for what a GPU computes
@@ -180,7 +184,7 @@ class ImageSampler:
         rollout = partial(
             sampling.rollout,
             schedule=self.schedule,
-            stochastic=StochasticSteps(window, objective.transition, objective.noise_level) if window else None,
+            stochastic=StochasticSteps(window, stepwise.transition, stepwise.noise_level) if stepwise and window else None,
             solver=sampling.SOLVERS[self.args.sampling.solver],
             keep_graphs=keep_graphs,
         )

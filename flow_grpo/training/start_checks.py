@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import ForwardProcess
+from flow_grpo.config.objective import ForwardProcess, Stepwise
 from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, syntax_warnings
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
@@ -333,7 +333,7 @@ def local_microbatch(args: FlowGRPOConfig, num_processes: int, microbatch: int, 
     needs = args.objective.needs
     compared = [name for name, reward in (rewards.rewards.items() if rewards else ()) if scope_of(reward) != IMAGE]
     whole = [*([f"objective {args.objective.name}"] if needs.whole_groups else []), *(f"reward {name}" for name in compared)]
-    if args.memory.shard and args.objective.stepwise and args.objective.shared_initial_noise:
+    if args.memory.shard and isinstance(args.objective, Stepwise) and args.objective.shared_initial_noise:
         whole.append("objective.shared_initial_noise with memory.shard")  # all processes must have as many shared starts
     return Processes(0, num_processes).local_microbatch(
         args.prompts_per_step,

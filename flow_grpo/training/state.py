@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.objective import Mend, Opsd, RewardGradient
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, Interrupted
@@ -166,15 +167,16 @@ class Stage:
 
     def _comparer(self) -> tuple[Comparer, ImageMover | None]:
         """The objective's way to compare images, and its way to move them, if it has one."""
-        objective, needs = self.args.objective, self.args.objective.needs
-        if needs.critic:
+        objective = self.args.objective
+        if objective.needs.critic:
             return CriticAdvantages(self.policy, self._new_critic(), self.groups), None
-        if needs.moves == "if_better":
+        if isinstance(objective, Mend):
             mending = Mending(objective, self.groups, self.processes)
             return mending, mending
-        if needs.moves == "both_ways":
+        if isinstance(objective, Opsd):
             return self.groups, BothWays(objective, self.groups)
-        return GradientWeights(self.groups, self.processes) if needs.reward_gradient else self.groups, None
+        by_gradient = isinstance(objective, RewardGradient)
+        return GradientWeights(self.groups, self.processes) if by_gradient else self.groups, None
 
     def _new_critic(self) -> Critic:
         _, latent_shape = self.policy.schedule(self.args.sampling.steps)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import decay_at
+from flow_grpo.config.objective import ForwardProcess, RewardGradient, Stepwise, decay_at
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -318,16 +318,18 @@ def loss_of_batch(
     microbatch: int,
 ) -> BatchLoss:
     """The loss of a run with these settings on the images of training step `step`."""
-    if args.objective.stepwise:
-        return StepLoss(policy, experience, conditioning, objective=args.objective, clip=clip)
-    if args.objective.needs.reward_gradient:
-        return RewardGradientLoss(policy, experience, conditioning, objective=args.objective)
+    objective = args.objective
+    if isinstance(objective, Stepwise):
+        return StepLoss(policy, experience, conditioning, objective=objective, clip=clip)
+    if isinstance(objective, RewardGradient):
+        return RewardGradientLoss(policy, experience, conditioning, objective=objective)
+    assert isinstance(objective, ForwardProcess)
     return ForwardProcessLoss(
         policy,
         experience,
         conditioning,
-        objective=args.objective,
-        noise_levels=draw_noise_levels(experience, args.objective, seed=args.seed, step=step),
+        objective=objective,
+        noise_levels=draw_noise_levels(experience, objective, seed=args.seed, step=step),
         microbatch=microbatch,
         several_updates=args.updates * args.epochs > 1,
     )
