@@ -60,7 +60,7 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(file: Path) -> Iterator[Path]:
-    """Yields the path of a temporary file, which replaces `file` when the block ends without an error."""
+    """Yield the path of a temporary file, which replaces `file` when the block ends without an error."""
     partial = _partial(file)
     with write_errors(file):
         if file.exists() and not file.is_file():  # such as /dev/stdout, which can't be replaced
@@ -95,7 +95,7 @@ def append_line(file: Path, line: str) -> None:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yields an empty temporary folder, which replaces `target` when the block ends without an error.
+    """Yield an empty temporary folder, which replaces `target` when the block ends without an error.
 
     All files are synced to disk before the two folders change places. Where the system can't do that in one step, which Linux can, the
     earlier folder is .NAME.former while NAME is missing, until the next call.
@@ -128,7 +128,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_files(folder: Path, name: str, former: Iterable[str] = ()) -> Iterator[Path]:
-    """Yields an empty temporary folder. When the block ends without an error, its files replace those of an earlier result together.
+    """Yield an empty temporary folder. When the block ends without an error, its files replace those of an earlier result together.
 
     Args:
         name: of the result, for the temporary folder's name.
@@ -289,7 +289,7 @@ def _sha256(stream: BinaryIO, start: int, before: bytes = b"") -> str:
 
 @contextmanager
 def write_errors(path: Path, codes: set[int] | None = None) -> Iterator[None]:
-    """Turns the system's errors within the block into `WriteError` with the path.
+    """Turn the system's errors within the block into `WriteError` with the path.
 
     Args:
         codes: of the errors, where the block does more than write; by default all.
@@ -313,7 +313,7 @@ def write_errors(path: Path, codes: set[int] | None = None) -> Iterator[None]:
 
 
 def _sync(path: Path) -> None:
-    """Flushes a file's content, or a folder's list of names, to the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows can't open folders
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

@@ -93,8 +93,8 @@ def forward_log_prob(
     """The forward process's stand-in for a velocity's log-probability: minus its weighted matching error at (sigma, eps).
 
     e is the velocity's error, and l = mean(e^2). `uniform` is -l; `ghuber` is `-(sigma / p) [(l + 1e-10)^p - 1e-10^p]` with p = 0.25;
-    `adaptive`, of arXiv 2602.04663, is `-sigma l / stop_grad mean|e|`; that the divisor is at least 1e-5 is an assumption, as nft's and
-    crd's.
+    `adaptive`, of arXiv 2602.04663, is `-sigma l / stop_grad mean|e|`; that the divisor is at least 1e-5 is an assumption, as in nft and
+    crd.
 
     Args:
         sum_over_latents: sum, not mean, over the latent elements, as arXiv 2602.04663 has it.

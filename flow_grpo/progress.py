@@ -65,7 +65,7 @@ _switching = threading.RLock()  # held while the displays change, or one of them
 
 @contextmanager
 def phase(name: str, total: int | None = None, unit: str = "") -> Iterator[Phase]:
-    """Names the work within the block. Call `advance` of the yielded phase to count finished units."""
+    """Name the work within the block. Call `advance` of the yielded phase to count finished units."""
     current = Phase(name, total, unit)
     _phases.append(current)
     try:

@@ -72,7 +72,9 @@ def transition(
     if name not in TRANSITIONS:
         raise FlowGRPOError(f"unknown transition {name!r}; choose one of {', '.join(TRANSITIONS)}.")
     if not 0 <= noise_level <= TRANSITIONS[name].max_noise_level:
-        raise FlowGRPOError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more, for cps at most 1.")
+        largest = TRANSITIONS[name].max_noise_level
+        at_most = f", at most {largest:g}" if largest < math.inf else ""
+        raise FlowGRPOError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more{at_most}.")
     x = at_least_float32(x)
     v = at_least_float32(v)
     column = (-1,) + (1,) * (x.ndim - 1)
@@ -146,7 +148,10 @@ def log_prob(x_next: Float[Tensor, "B *state"], mean: Float[Tensor, "B *state"],
 
 
 def kl(mean: Float[Tensor, "B *state"], mean_ref: Float[Tensor, "B *state"], std: Std) -> Float[Tensor, " B"]:
-    """KL divergence of two Gaussians of the same std, mean over the latent dimensions. Its gradient is mean's."""
+    """KL divergence of two Gaussians of the same std, mean over the latent dimensions.
+
+    It is differentiated with respect to `mean`; `mean_ref` is fixed.
+    """
     mean, mean_ref, std = (at_least_float32(t) for t in (mean, mean_ref, std))
     return ((mean - mean_ref) ** 2 / (2 * std**2)).flatten(1).mean(1)
 

@@ -69,7 +69,9 @@ class FlowGRPOTrainer:
         )
 
     def train(self, resume: bool | str | Path | None = None) -> dict[str, float]:
-        """Run to the last step; returns the last evaluation's numbers. Several processes part then, if they met for this run.
+        """Run to the last step; returns the last evaluation's numbers.
+
+        Afterwards the process group is destroyed, if the run created it.
 
         Args:
             resume: True goes on from the newest checkpoint of `args.output_dir`; the folder of one of its checkpoints, from that one;

@@ -92,7 +92,7 @@ class HPSv3(nn.Module):
         self.to(self.device).eval().requires_grad_(False)
 
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError for a prompt with one of the model's own tokens."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError for a prompt with one of the model's own tokens."""
         for prompt in prompts:
             for token in self.processor.tokenizer.get_added_vocab():
                 if token in prompt:

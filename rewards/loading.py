@@ -105,7 +105,7 @@ def _built(title: str, name: str, options: dict[str, Any]) -> Reward:
 
 
 def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
-    """Set the frames sent to a remote or isolated reward; None leaves its own. ValueError for frames=all: only images can be sent."""
+    """Set the frames sent to a remote or isolated reward; None leaves its own. FlowGRPOError for frames=all: only images can be sent."""
     if frames is not None:
         check_sendable(name, frames)
         client.frames = checked_frames(frames)

@@ -68,7 +68,7 @@ class OCR:
         self.substring, self.several_lines = substring, several_lines
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: object) -> torch.Tensor:
-        """images (B, 3, H, W) in [0, 1], prompts (B) with quoted text; returns (B,). ValueError for an unquoted prompt."""
+        """images (B, 3, H, W) in [0, 1], prompts (B) with quoted text; returns (B,). FlowGRPOError for an unquoted prompt."""
         targets = [self._target(prompt) for prompt in prompts]
         reads = self.read(images)
         return torch.tensor([self.score(self._plain(read), target) for read, target in zip(reads, targets, strict=True)])

@@ -101,7 +101,7 @@ class Color:
         self.values = torch.tensor(list(colors.values())).float() / 255
 
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,). ValueError for a prompt that names no two palette colours."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError for a prompt that names no two palette colours."""
         wanted = [self._colors(prompt) for prompt in prompts]
         pixels = images.detach().float().cpu().permute(0, 2, 3, 1)
         nearest = (pixels[..., None, :] - self.values).square().sum(-1).argmin(-1)  # (B, H, W)

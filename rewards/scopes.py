@@ -142,7 +142,7 @@ def checked_frames(frames: Any) -> Frames:
 
 
 def check_sendable(name: str, frames: Frames) -> None:
-    """Check the frames of a reward that runs in another process. ValueError for frames=all: only images can be sent."""
+    """Check the frames of a reward that runs in another process. FlowGRPOError for frames=all: only images can be sent."""
     if frames == ALL:
         raise FlowGRPOError(f"reward {name}: frames=all is for a reward in this process: leave remote and isolate out.")
 

@@ -438,7 +438,7 @@ class Outcome:
 def _child(
     root: Path, folder: Path, selections: list[str], planted: Mutant | Path | None, first: list[str], limit: int
 ) -> None:
-    """Runs the tests in a forked process, with the mutant in place, and leaves what came of it in the folder. Never returns.
+    """Run the tests in a forked process, with the mutant in place, and leave what came of it in the folder. Never returns.
 
     Args:
         planted: the mutant; or a file whose executed lines are to be noted; or nothing.
@@ -483,7 +483,7 @@ def run(
     limit: int,
     tests_of_line: dict[int, list[str]] | None = None,
 ) -> Iterator[tuple[Mutant | Path | None, Outcome]]:
-    """Gives each mutant's outcome as soon as it is known.
+    """Give each mutant's outcome as soon as it is known.
 
     Args:
         mutants: None is the file as it is; so is a path, of which `tests_of_line` is noted.
@@ -531,7 +531,7 @@ def _tests_of(mutant: Mutant, tests_of_line: dict[int, list[str]]) -> list[str]:
 
 
 def _end(child: int, ended: bool) -> None:
-    """Kills a child and all that it has started."""
+    """Kill a child and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if not ended:
@@ -603,7 +603,7 @@ def equivalents(root: Path, file: str) -> set[str]:
 
 
 def measure(root: Path, file: str, mutants: list[Mutant], selections: list[str], asked: argparse.Namespace) -> Score:
-    """Runs a file's mutants and prints those that survive."""
+    """Run a file's mutants and print those that survive."""
     known = equivalents(root, file)
     left = [mutant for mutant in mutants if asked.id or mutant.id not in known]
     if asked.sample is not None and asked.sample < len(left):

@@ -1233,7 +1233,7 @@ def caught(file: str, old: str, new: str, tests: str) -> bool:
 
 
 def main() -> None:
-    """Plants all, or those whose name holds one of the words given."""
+    """Plant all, or those whose name holds one of the words given."""
     missed, words = 0, sys.argv[1:]
     for name, *bug in BUGS:
         if words and not any(word in name for word in words):

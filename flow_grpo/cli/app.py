@@ -60,7 +60,7 @@ class SettingsCommand(TyperCommand):
     """A typer command with overrides among its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words. ValueError for `--steps 3`, which is written steps=3."""
+        """Parse the words. FlowGRPOError for `--steps 3`, which is written steps=3."""
         options = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         for i, word in enumerate(args):
             option, equals, value = word.partition("=")

@@ -168,7 +168,7 @@ def _with_rewards_of(models: "list[ModelTarget]", args: "FlowGRPOConfig") -> "Fl
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Create the folder and check, before the work, that files can be written to it. ValueError, which names the option, if not."""
+    """Create the folder and check, before the work, that files can be written to it. FlowGRPOError, which names the option, if not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -193,13 +193,16 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> None:
-    """Check, before the work, that a file has one of these suffixes. ValueError, which names the option, if not."""
+    """Check, before the work, that a file has one of these suffixes. FlowGRPOError, which names the option, if not."""
     if file.suffix.lower() not in suffixes:
         raise FlowGRPOError(f"{option} {file} does not end in {' or '.join(suffixes)}: give a file that does.")
 
 
 def prepare_file(file: Path, option: str = "--out") -> None:
-    """Create the file's folder and check, before the work, that the file can be written. ValueError, which names the option, if not."""
+    """Create the file's folder and check, before the work, that the file can be written.
+
+    FlowGRPOError, which names the option, if not.
+    """
     prepare_folder(file.parent, option)
     if file.is_dir():
         raise FlowGRPOError(f"{file} is a folder: give a file by {option}.")

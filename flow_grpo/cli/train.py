@@ -136,7 +136,7 @@ def _train(args: "FlowGRPOConfig", resume: bool | str | None, profile: int | Non
 
 
 def _launch(num_processes: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
-    """Train in several processes and return their exit status. ValueError with the command to continue if one dies."""
+    """Train in several processes and return their exit status. FlowGRPOError with the command to continue if one dies."""
     from flow_grpo.distributed.launchers import RankDied, go_on, launch
     from flow_grpo.run_folder import checkpoint, layout
 

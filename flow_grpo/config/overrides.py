@@ -11,7 +11,7 @@ REWARD_SECTIONS = [["rewards"], ["evaluation", "rewards"]]  # settings whose key
 
 
 def expand_rewards(values: dict[str, Any]) -> None:
-    """Makes `{ocr: {weight: 1.0}}` of `[ocr]` and of `{ocr: 1.0}`, in place."""
+    """Make `{ocr: {weight: 1.0}}` of `[ocr]` and of `{ocr: 1.0}`, in place."""
     for section in (values, values.get("evaluation")):
         if not isinstance(section, dict):
             continue
@@ -24,7 +24,7 @@ def expand_rewards(values: dict[str, Any]) -> None:
 
 
 def expand_objective(values: dict[str, Any]) -> dict[str, Any]:
-    """Makes `{name: grpo}` of the objective `grpo`, in stages too."""
+    """Make `{name: grpo}` of the objective `grpo`, in stages too."""
     if isinstance(name := values.get("objective"), str):
         values = {**values, "objective": {"name": name}}
     if isinstance(stages := values.get("stages"), list):
@@ -33,7 +33,7 @@ def expand_objective(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def expand_trackers(values: dict[str, Any]) -> dict[str, Any]:
-    """Makes `{wandb: {}}` of `wandb` and of `[wandb]`."""
+    """Make `{wandb: {}}` of `wandb` and of `[wandb]`."""
     trackers = values.get("trackers")
     names = [trackers] if isinstance(trackers, str) else trackers
     if not isinstance(names, list | dict):
@@ -43,7 +43,7 @@ def expand_trackers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_auto_microbatch(values: dict[str, Any], defaults: dict[str, int]) -> dict[str, Any]:
-    """Replaces `microbatch: auto` by a size; stages with other sizes get their own, unless they name one.
+    """Replace `microbatch: auto` by a size; stages with other sizes get their own, unless they name one.
 
     Args:
         defaults: prompts_per_step and images_per_prompt where `values` has none.
@@ -73,7 +73,7 @@ def _with_microbatch(stage: Any, values: dict[str, Any], size: int) -> Any:
 
 
 def check_form(pairs: list[str]) -> None:
-    """Check that all are `key.sub=value` pairs. ValueError with the pair to write."""
+    """Check that all are `key.sub=value` pairs. FlowGRPOError with the pair to write."""
     for pair, following in zip(pairs, [*pairs, ""][1:], strict=True):
         key, equals, _ = _split(pair)
         if not equals or not key:
@@ -83,7 +83,7 @@ def check_form(pairs: list[str]) -> None:
 
 
 def override(values: dict[str, Any], pair: str) -> list[str]:
-    """Writes one pair into `values`. Returns the keys that lead to what it set.
+    """Write one pair into `values`. Returns the keys that lead to what it set.
 
     Raises:
         FlowGRPOError: it is no such pair, or leads through a single value.

@@ -45,7 +45,7 @@ class FlowGRPOConfig(RunSettings):
     """A run. Build it from a YAML file with `FlowGRPOConfig.from_yaml(path, overrides)`."""
 
     def __init__(self, **settings: Any) -> None:
-        """Takes the settings as keywords. ValueError: one sentence on what is wrong."""
+        """Take the settings as keywords. FlowGRPOError: one sentence on what is wrong."""
         try:
             super().__init__(**settings)
         except ValidationError as error:

@@ -479,7 +479,7 @@ def _lacks_sources(prompts: Sequence[str], cells: Sequence[ImageInfo | None]) ->
 
 
 def _check_no_videos(image: Image.Image, file: Path) -> None:
-    """Raise ValueError for a grid of videos: a strip of frames is no image that a reward knows."""
+    """Raise FlowGRPOError for a grid of videos: a strip of frames is no image that a reward knows."""
     if shows_videos(image):
         raise FlowGRPOError(f"{file} shows strips of videos, which can't be scored: measure the model by flow-grpo eval.")
 

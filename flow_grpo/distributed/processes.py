@@ -129,7 +129,7 @@ class Processes:
         """End all processes by an error of this one within the block, and this one by an error of another.
 
         Args:
-            to_the_end: the processes part after the block, with or without an error.
+            to_the_end: leave the process group after the block also without an error.
 
         Raises:
             PeerLost: another process has failed or is gone.
@@ -162,12 +162,17 @@ class Processes:
         return self.rank == 0
 
     def should_stop(self) -> bool:
-        """Whether to leave a wait that all processes end together. PeerLost if another process has failed or is gone."""
+        """Whether this process was asked to stop, for waits after which processes exchange their results and errors.
+
+        PeerLost if another process has failed or is gone.
+        """
         self._check_peers()
         return self.stop_requested
 
     def should_stop_alone(self) -> bool:
-        """Whether to leave what other processes take part in, such as a forward pass. Several stop where they communicate.
+        """Whether the only process was asked to stop, for work that several processes would share, such as a forward pass.
+
+        Several processes stop later, where they communicate.
 
         PeerLost if another process has failed or is gone.
         """

@@ -127,7 +127,7 @@ def _check_no_code(folder: Path) -> None:
 
 
 def fingerprint(source: str) -> list:
-    """Identifies a model and its version: by the hub's commit, or the sizes and times of a folder's files."""
+    """Identify a model and its version: by the hub's commit, or the sizes and times of a folder's files."""
     folder = Path(source)
     if folder.is_dir():
         files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -340,7 +340,7 @@ def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
 
 @contextmanager
 def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
-    """Context in which any error of a library about the model becomes a ValueError of one sentence."""
+    """Context in which any error of a library about the model becomes a FlowGRPOError of one sentence."""
     try:
         yield
     except torch.OutOfMemoryError:

@@ -147,7 +147,7 @@ def _policy(
 def _loading_options(
     source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool, file: Path | None
 ) -> dict[str, Any]:
-    """Further arguments of `from_pretrained`. Checks the files of a folder. ValueError for what could not be loaded."""
+    """Further arguments of `from_pretrained`. Checks the files of a folder. FlowGRPOError for what could not be loaded."""
     left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
     options: dict[str, Any] = dict.fromkeys(left_out)
     if memory.quantize not in (None, "fp8_layerwise"):

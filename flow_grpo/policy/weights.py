@@ -151,7 +151,7 @@ class FullWeights:
 
 
 def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise ValueError, which begins with the source, if there are no weights, or some are missing, NaN or infinite."""
+    """Raise FlowGRPOError, which begins with the source, if there are no weights, or some are missing, NaN or infinite."""
     if not any(value.numel() for value in weights.values()):
         raise FlowGRPOError(f"{source} holds no weights for the transformer of this model.")
     missing = [name for name, value in weights.items() if value.is_meta]

@@ -63,7 +63,7 @@ def read(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _read(folder: Path, step: int) -> dict[str, Any]:
-    """The state. Raises ValueError with a short reason if the checkpoint can't be used."""
+    """The state. Raises FlowGRPOError with a short reason if the checkpoint can't be used."""
     checkpoint_folder = step_folder(folder, step)
     try:
         content = regular_bytes(checkpoint_folder / STATE)

@@ -43,7 +43,7 @@ OF_A_POLICY = ("height", "width", "guidance")  # flow-grpo 0.4 did not write dow
 
 @contextmanager
 def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock of a folder within the block. Creates the folder if it does not exist.
+    """Hold the lock of a folder within the block. Creates the folder if it does not exist.
 
     Args:
         info: shows a message.

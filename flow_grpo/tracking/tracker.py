@@ -327,7 +327,7 @@ def next_command(run: RunReader) -> str | None:
 
 
 def plot_curves(folder: Path) -> Path | None:
-    """Plots the reward in training, the held-out scores, and below them the reward's std within a group; None without rewards."""
+    """Plot the reward in training, the held-out scores, and below them the reward's std within a group; None without rewards."""
     rows = read_metrics(folder)
     if not any("reward" in row for row in rows):
         return None

@@ -39,7 +39,7 @@ class Anchors:
     def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: Objective) -> None:
         self.policy, self.experience, self.conditioning = policy, experience, conditioning
         self.kl, self.anchors, self.references = objective.kl, objective.named_anchors, objective.references
-        self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # of those that share one, any
+        self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # one for each
         self._guided_conditioning: dict[float, Conditioning] = {}
         sets = [row.get(SET) for row in experience.batch.metadata]
         named = {anchor.config.prompts for anchor in self.anchors} - {None}

@@ -59,7 +59,7 @@ class TrainerControl:
 
 
 class CallbackList:
-    """Calls each callback in turn.
+    """The callbacks of a run, called in turn.
 
     Args:
         is_evaluated: whether the run has held-out prompts.
@@ -82,7 +82,7 @@ class CallbackList:
                 )
 
     def call(self, event: str, **details: dict[str, float]) -> None:
-        """Calls the method `event` of all callbacks that have it, each with a copy of `details`, dicts, as keyword arguments."""
+        """Call the method `event` of all callbacks that have it, each with a copy of `details`, dicts, as keyword arguments."""
         if not self.processes.is_main:
             return
         for callback in self.callbacks:
@@ -92,12 +92,12 @@ class CallbackList:
                 method(self.args, self.state, self.control, model=self.model, **copies)
 
     def begin(self, step: int) -> None:
-        """Calls `on_train_begin`; `step` is the number of training steps that a resumed run has done."""
+        """Call `on_train_begin`; `step` is the number of training steps that a resumed run has done."""
         self.state.global_step = step
         self.call("on_train_begin")
 
     def log(self, step: int, metrics: dict[str, float], evaluation: bool = False) -> None:
-        """Records a row of metrics and calls `on_log`; for an evaluation also `on_evaluate`."""
+        """Record a row of metrics and call `on_log`; for an evaluation also `on_evaluate`."""
         self.state.global_step = step
         self.state.log_history.append({"step": step, **metrics})
         self.call("on_log", logs=metrics)

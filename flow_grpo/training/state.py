@@ -1,4 +1,4 @@
-"""A stage, which has what training steps of one set of settings are made with; and the run's state: its folder, its checkpoints."""
+"""`Stage`: the optimizer, the sampler and the advantages of one set of settings. `RunState`: a run's step, stage and checkpoints."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from flow_grpo.types import Experience
 
 
 class Stage:
-    """The training steps from `start` on, with an optimizer, a critic and a window of their own.
+    """The optimizer, the sampler and the advantages of one set of settings, for the training steps from `start` on.
 
     Args:
         start: the first training step.

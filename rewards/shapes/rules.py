@@ -353,7 +353,7 @@ class Shapes:
     def __call__(
         self, images: torch.Tensor, prompts: list[str], sources: list | None = None, **metadata: Any
     ) -> torch.Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,). ValueError for other prompts, or an edit without a source."""
+        """images (B, 3, H, W) in [0, 1] -> (B,). FlowGRPOError for other prompts, or an edit without a source."""
         checked = [
             self._check(image, prompt, None if sources is None else sources[row])
             for row, (image, prompt) in enumerate(zip(to_pil(images), prompts, strict=True))
