@@ -11,6 +11,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 
 CLAMP = 5.0
+EPS = 1e-4  # added to a standard deviation before dividing by it
 Reward = Real[Tensor, " B"] | Real[Tensor, "B R"]  # one reward, or several
 Weights = Float[Tensor, " R"] | Float[Tensor, "B R"]  # of several rewards, or those of each row
 Sum = Real[Tensor, " B"]  # one reward, or the weighted sum of several
@@ -24,7 +25,6 @@ def group_advantages(
     reward: Reward,
     group: Int[Tensor, " B"],
     method: str | Method = "grpo",
-    eps: float = 1e-4,
     weights: Weights | None = None,
 ) -> Float[Tensor, " B"]:
     """Advantage of each of B images, clamped to +-5.
@@ -33,7 +33,6 @@ def group_advantages(
         reward: finite. Of several rewards, all methods but `gdpo` take the weighted sum.
         group: which prompt a row belongs to; at least two rows each.
         method: one of `ADVANTAGES`, or the user's function: (reward (B,), group (B,)) -> (B,).
-        eps: added to a standard deviation before dividing by it.
         weights: of several rewards, 1 each if not given; (B, R) for rows with weights of their own, equal within a group.
 
     Raises:
@@ -50,17 +49,14 @@ def group_advantages(
     if callable(method):
         advantage = _checked(method(weighted_sum(reward, weights), group), len(group))
     elif ADVANTAGES[method].each_reward:
-        advantage = ADVANTAGES[method].function(reward.float().reshape(len(reward), -1), group, size, eps, weights)
+        advantage = ADVANTAGES[method].function(reward.float().reshape(len(reward), -1), group, size, weights)
     else:
-        advantage = ADVANTAGES[method].function(weighted_sum(reward, weights), group, size, eps)
+        advantage = ADVANTAGES[method].function(weighted_sum(reward, weights), group, size)
     return advantage.clamp(-CLAMP, CLAMP)
 
 
 def compared_rewards(
-    reward: Real[Tensor, "B R"],
-    weights: Weights,
-    group: Int[Tensor, " B"],
-    method: str | Method = "grpo",
+    reward: Real[Tensor, "B R"], weights: Weights, method: str | Method = "grpo"
 ) -> tuple[Real[Tensor, "B K"], Float[Tensor, " K"] | Float[Tensor, "B K"]]:
     """The K rewards that groups are compared by, and their weights: the weighted sum alone, or with `gdpo` all R rewards."""
     if not _takes_each_reward(method):
@@ -75,33 +71,33 @@ def weighted_sum(reward: Reward, weights: Weights | None = None) -> Float[Tensor
     return reward.float().sum(1) if weights is None else (reward.float() * weights).sum(1)
 
 
-def grpo(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
+def grpo(reward: Sum, group: Group, size: Size) -> Advantage:
     """GRPO, arXiv 2402.03300."""
     centred = _centred(reward, group, size)
-    return centred / (_group_mean(centred**2, group, size).sqrt() + eps)
+    return centred / (_group_mean(centred**2, group, size).sqrt() + EPS)
 
 
-def batch_std(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
+def batch_std(reward: Sum, group: Group, size: Size) -> Advantage:
     """Flow-GRPO's "global std", arXiv 2505.05470: the mean of the group, the std of the whole batch."""
-    return _centred(reward, group, size) / (reward.std(correction=0) + eps)
+    return _centred(reward, group, size) / (reward.std(correction=0) + EPS)
 
 
-def dr_grpo(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
+def dr_grpo(reward: Sum, group: Group, size: Size) -> Advantage:
     """Dr. GRPO, arXiv 2503.20783: no std, so easy and hard prompts weigh the same per unit of reward."""
     return _centred(reward, group, size)
 
 
-def rloo(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
+def rloo(reward: Sum, group: Group, size: Size) -> Advantage:
     """RLOO, arXiv 2402.14740: against the mean of the others of the group."""
     return _centred(reward, group, size) * (size / (size - 1))[group]
 
 
-def reinforce_pp(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
+def reinforce_pp(reward: Sum, group: Group, size: Size) -> Advantage:
     """REINFORCE++, arXiv 2501.03262: against the whole batch."""
-    return (reward - reward.mean()) / (reward.std(correction=0) + eps)
+    return (reward - reward.mean()) / (reward.std(correction=0) + EPS)
 
 
-def rank(reward: Sum, group: Group, size: Size, eps: float) -> Advantage:
+def rank(reward: Sum, group: Group, size: Size) -> Advantage:
     """Ranks within the group mapped to [-1, 1], ties shared (pairwise preference, arXiv 2508.20751)."""
     same = group[:, None] == group[None, :]
     beaten = (same & (reward[:, None] > reward[None, :])).sum(1) - (same & (reward[:, None] < reward[None, :])).sum(1)
@@ -112,15 +108,14 @@ def gdpo(
     reward: Float[Tensor, "B R"],
     group: Int[Tensor, " B"],
     size: Int[Tensor, " P"],
-    eps: float,
     weights: Weights | None = None,
 ) -> Float[Tensor, " B"]:
     """GDPO, arXiv 2601.05242: each of R rewards normalised in its group, then their sum over the batch.
 
     A reward of small spread then counts as much as one of large spread, whatever their units.
     """
-    total = weighted_sum(torch.stack([grpo(column, group, size, eps) for column in reward.unbind(1)], 1), weights)
-    return (total - total.mean()) / (total.std(correction=0) + eps)
+    total = weighted_sum(torch.stack([grpo(column, group, size) for column in reward.unbind(1)], 1), weights)
+    return (total - total.mean()) / (total.std(correction=0) + EPS)
 
 
 def shares(
@@ -134,7 +129,7 @@ def shares(
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     advantage_of = grpo if _takes_each_reward(method) else dr_grpo
     parts = torch.stack(
-        [w * advantage_of(r, group, size, 1e-4) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)],
+        [w * advantage_of(r, group, size) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)],
         1,
     )
     products = parts.T @ parts
@@ -164,7 +159,7 @@ class AdvantageMethod:
     """A row of `ADVANTAGES`.
 
     Attributes:
-        function: (reward, group, size, eps) -> advantage.
+        function: (reward, group, size) -> advantage.
         over_batch: it compares with the whole batch, so that a group whose rewards are equal still has advantages that are not 0.
         each_reward: it takes several rewards one by one, not their weighted sum.
     """

@@ -4,7 +4,9 @@ import errno
 
 from flow_grpo.text import visible
 
-PEER_LOST = 76  # exit status of a process that ends because of another one of its run
+# Exit statuses: what the user must mend; what a retry may mend, EX_TEMPFAIL of sysexits.h; a process that ends because of another
+# one of its run; Ctrl-C, as a shell's
+USER_ERROR, TEMPORARY, PEER_LOST, INTERRUPTED = 2, 75, 76, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have space later
 
 

@@ -275,7 +275,7 @@ def mend(state: GradientState, weight: Float[Tensor, " n"]) -> Loss:
     return Loss(weight * (state.factor * (state.v - state.target)).square().flatten(1).mean(1))
 
 
-def opsd(state: GradientState, advantage: Float[Tensor, " n"], advantage_max: float = 5.0) -> Loss:
+def opsd(state: GradientState, advantage: Float[Tensor, " n"]) -> Loss:
     """DiffusionOPSD, arXiv 2608.24646: `nft` at a late state z, with images y+ and y- moved along and against the gradient as targets.
 
     r = 1/2 + 1/2 clip(A / 5, -1, 1),  v+ = v,  v- = 2 v_old - v
@@ -287,8 +287,8 @@ def opsd(state: GradientState, advantage: Float[Tensor, " n"], advantage_max: fl
     v, v_old = at_least_float32(state.v), at_least_float32(state.v_old)
     positive = _self_weighted(state.factor * (v - state.target))
     negative = _self_weighted(state.factor * (2 * v_old - v - state.away))
-    r = 0.5 + 0.5 * (advantage / advantage_max).clamp(-1, 1)
-    value = advantage_max * (r * positive + (1 - r) * negative)
+    r = 0.5 + 0.5 * (advantage / 5).clamp(-1, 1)
+    value = 5 * (r * positive + (1 - r) * negative)
     return Loss(value, {"opsd/positive": positive.detach(), "opsd/negative": negative.detach()})
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flow_grpo import advantages
 from flow_grpo.advantages import (
     ADVANTAGES,
     compared_rewards,
@@ -39,12 +40,13 @@ def test_each_advantage_is_its_formula_computed_by_hand(method, expected):
     ("method", "expected"),
     [("grpo", 1 / 1.1), ("batch_std", 1 / 1.1), ("reinforce_pp", 1 / 1.1), ("gdpo", 1 / (1 + 1.1e-4))],
 )
-def test_eps_is_added_to_the_std_not_to_the_variance(method, expected):
+def test_eps_is_added_to_the_std_not_to_the_variance(monkeypatch, method, expected):
     """Rewards 0 and 0.002 have a std of 0.001, ten times eps. gdpo divides twice, the second time by 1 / 1.1."""
     reward = torch.tensor([0.0, 0.002]).repeat(2)
     advantage = group_advantages(reward, torch.tensor([0, 0, 1, 1]), method)
     torch.testing.assert_close(advantage, expected * torch.tensor([-1.0, 1, -1, 1]), rtol=1e-6, atol=0)
-    free = group_advantages(reward, torch.tensor([0, 0, 1, 1]), method, eps=0.0)
+    monkeypatch.setattr(advantages, "EPS", 0.0)
+    free = group_advantages(reward, torch.tensor([0, 0, 1, 1]), method)
     torch.testing.assert_close(free, torch.tensor([-1.0, 1, -1, 1]), rtol=1e-5, atol=0)
 
 
@@ -60,7 +62,7 @@ def test_only_the_own_group_counts_for_the_mean(method):
     shifted = REWARD + torch.tensor([0.0, 0, 0, 7, 7, 7])
     if method != "batch_std":
         torch.testing.assert_close(group_advantages(REWARD, GROUP, method), group_advantages(shifted, GROUP, method))
-    sums = group_advantages(REWARD, GROUP, method, eps=1e-4)[:3].sum()
+    sums = group_advantages(REWARD, GROUP, method)[:3].sum()
     assert abs(float(sums)) < 1e-5
 
 
@@ -71,10 +73,10 @@ def test_order_of_rows_and_labels_of_groups_do_not_matter(method):
     torch.testing.assert_close(advantage, group_advantages(REWARD, GROUP, method)[order])
 
 
-def test_grpo_does_not_change_when_a_reward_is_scaled():
-    torch.testing.assert_close(
-        group_advantages(REWARD, GROUP, eps=0.0), group_advantages(100 * REWARD + 5, GROUP, eps=0.0), rtol=1e-4, atol=1e-5
-    )
+def test_grpo_does_not_change_when_a_reward_is_scaled(monkeypatch):
+    monkeypatch.setattr(advantages, "EPS", 0.0)
+    scaled = group_advantages(100 * REWARD + 5, GROUP)
+    torch.testing.assert_close(group_advantages(REWARD, GROUP), scaled, rtol=1e-4, atol=1e-5)
 
 
 def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
@@ -83,10 +85,11 @@ def test_rloo_is_dr_grpo_times_g_over_g_minus_1():
     )
 
 
-def test_dr_grpo_over_the_std_of_the_group_is_grpo():
+def test_dr_grpo_over_the_std_of_the_group_is_grpo(monkeypatch):
+    monkeypatch.setattr(advantages, "EPS", 0.0)
     small = REWARD / 100  # far from the clamp
     std = torch.tensor([STD_0] * 3 + [STD_1] * 3) / 100
-    torch.testing.assert_close(group_advantages(small, GROUP, "dr_grpo") / std, group_advantages(small, GROUP, eps=0.0))
+    torch.testing.assert_close(group_advantages(small, GROUP, "dr_grpo") / std, group_advantages(small, GROUP))
 
 
 def test_gdpo_of_one_reward_is_grpo_normalised_over_the_batch():
@@ -250,7 +253,7 @@ def test_compared_rewards_have_the_advantages_of_the_rewards_that_they_are_made_
     method = (lambda reward, group: reward - reward.mean()) if method == "users" else method
     reward, group = torch.randn(12, 2, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 3
     weights = torch.tensor([[1.0, 3.0], [2.0, 0.5], [1.0, 1.0]])[group] if by_row else torch.tensor([1.0, 3.0])
-    rewards, of_rewards = compared_rewards(reward, weights, group, method)
+    rewards, of_rewards = compared_rewards(reward, weights, method)
     assert rewards.shape[1] == (2 if method == "gdpo" else 1)
     expected = group_advantages(reward, group, method, weights=weights)
     assert torch.equal(group_advantages(rewards, group, method, weights=of_rewards), expected)

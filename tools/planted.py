@@ -576,8 +576,8 @@ BUGS = [
     (
         "the std of the batch for that of the group",
         "flow_grpo/advantages.py",
-        "return centred / (_group_mean(centred**2, group, size).sqrt() + eps)",
-        "return centred / (reward.std(correction=0) + eps)",
+        "return centred / (_group_mean(centred**2, group, size).sqrt() + EPS)",
+        "return centred / (reward.std(correction=0) + EPS)",
         "tests/test_advantages.py",
     ),
     (

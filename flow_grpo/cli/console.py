@@ -14,14 +14,13 @@ from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from flow_grpo.errors import PEER_LOST, FlowGRPOError, PeerLost, is_retryable
+from flow_grpo.errors import PEER_LOST, TEMPORARY, USER_ERROR, FlowGRPOError, PeerLost, is_retryable
 from flow_grpo.progress import PhaseProgress, phase, replace_unprintable, show_phases
 from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
 RANK_ERROR_DELAY = 3.0  # seconds, within which the launcher ends the other ranks of a run in which one rank has failed
 SHARED_ERROR_DELAY = 15.0  # the same for an error that the first rank is known to print
-USER_ERROR, TEMPORARY = 2, 75  # exit statuses: what the user must mend; what a retry may mend, EX_TEMPFAIL of sysexits.h
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 console = Console()

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flow_grpo.cli.console import USER_ERROR, console, say, without_library_messages
+from flow_grpo.cli.console import console, say, without_library_messages
 from flow_grpo.cli.options import Overrides, check_suffix, prepare_file
-from flow_grpo.errors import FlowGRPOError
-from flow_grpo.training.interrupt import INTERRUPTED
+from flow_grpo.errors import INTERRUPTED, USER_ERROR, FlowGRPOError
 
 if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from flow_grpo.cli.console import USER_ERROR, console, without_library_messages
+from flow_grpo.cli.console import console, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import USER_ERROR, FlowGRPOError
 
 
 @without_library_messages

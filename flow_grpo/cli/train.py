@@ -10,8 +10,7 @@ import typer
 
 from flow_grpo.cli.console import say, without_collection, without_library_messages
 from flow_grpo.cli.options import ConfigName, Overrides
-from flow_grpo.errors import FlowGRPOError, RetryableError
-from flow_grpo.training.interrupt import INTERRUPTED
+from flow_grpo.errors import INTERRUPTED, FlowGRPOError, RetryableError
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig

@@ -103,7 +103,7 @@ class SamplingConfig(ConfigSection):
     solver: Literal["euler", "dpm_2m"] = "euler"
     """How rollouts solve the ODE, all of their steps or those outside the window (MixGRPO-Flash, arXiv 2507.21802). `dpm_2m`
     (DPM-Solver++ 2M, arXiv 2211.01095) has order 2 with one velocity a step."""
-    guidance: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    guidance: float | None = None
     """Guidance scale of rollouts, and of evaluation unless it has its own; by default that of the trained velocity, `guidance`."""
 
 
@@ -244,7 +244,7 @@ class EvaluationConfig(ConfigSection):
     """Training steps between evaluations; 0 evaluates only before and after."""
     steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Sampling steps in evaluation, of the deterministic ODE."""
-    guidance: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    guidance: float | None = None
     """Guidance scale of the held-out images, and of `sample`; that of training if not given. 1 is off."""
     rewards: dict[str, RewardConfig] = {}
     """Rewards that are measured in addition to the trained ones, but not trained on."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from flow_grpo.errors import PEER_LOST, FlowGRPOError
+from flow_grpo.errors import INTERRUPTED, PEER_LOST, TEMPORARY, USER_ERROR, FlowGRPOError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -130,10 +130,9 @@ def _readable(words: list[str]) -> list[str]:
     return [Path(words[1]).name, *words[2:]] if is_script else [Path(words[0]).name, *words[1:]]
 
 
-INTERRUPTED = 130
 # As `python -m flow_grpo`, but a folder flow_grpo/ in the working folder does not hide the package.
 COMMAND = "import sys; sys.path[:1] == [''] and sys.path.append(sys.path.pop(0)); from flow_grpo.cli.app import run; run()"
-TOLD = (2, 75)  # exit statuses of a rank that has printed what is wrong, see cli/console.py
+TOLD = (USER_ERROR, TEMPORARY)  # exit statuses of a rank that has printed what is wrong
 
 
 def launch(num_processes: int, words: list[str]) -> int:

@@ -138,7 +138,7 @@ def check_model(start: Start, report: DryRunReport, estimate: bool) -> StepEstim
             return None
         estimator = StepEstimator(args, torch.device(usable_device(args.device)).type == "cuda", start.num_processes)
         name = type(estimator.trace.policy.pipe).__name__
-        check_generated(name, "height and width", (args.height, args.width), estimator.image_size)
+        check_generated(name, (args.height, args.width), estimator.image_size)
         report.found |= make_checks("model", replace(start, policy=estimator.trace.policy))
     except UntraceableModel as error:
         report.found |= make_checks("model", start)
@@ -164,7 +164,7 @@ def _check_size_by_packaged_configs(args: FlowGRPOConfig) -> None:
     dtype = dtype_of(args, cuda=True)
     policy = Policy(load_for_plan(args.model, dtype, cuda=True)[0], dtype, **args.pipeline_call_kwargs())
     size = policy.decode(torch.zeros(1, *policy.schedule(2)[1])).shape[-2:]
-    check_generated(type(policy.pipe).__name__, "height and width", (args.height, args.width), size)
+    check_generated(type(policy.pipe).__name__, (args.height, args.width), size)
 
 
 def _is_cached(estimator: StepEstimator) -> bool:

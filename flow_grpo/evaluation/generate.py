@@ -90,7 +90,6 @@ def evaluate(
     processes: Processes | None = None,
     images_per_prompt: int = 1,
     num_kept_images: int = 0,
-    num_diversity_prompts: int = NUM_DIVERSITY_PROMPTS,
 ) -> Evaluation:
     """Generate each prompt's images from the noises of `image_seed(seed, its index, number)` and measure them.
 
@@ -102,7 +101,6 @@ def evaluate(
         images_per_prompt: of which the rewards are averaged; all other measures are of the first.
         num_kept_images: the result has the images of the first prompts, up to this number, and of the best and worst by `reward`; only
             in the main process.
-        num_diversity_prompts: number of leading prompts that get a second image, to measure diversity.
 
     Raises:
         Interrupted: the processes are asked to stop.
@@ -110,7 +108,7 @@ def evaluate(
     processes = processes or Processes()
     source = _HeldOutImages(model, prompts, steps=steps, seed=seed, microbatch=microbatch, processes=processes)
     by_number = source.by_number(images_per_prompt)
-    images, num_pairs = by_number[0], min(num_diversity_prompts, len(prompts))
+    images, num_pairs = by_number[0], min(NUM_DIVERSITY_PROMPTS, len(prompts))
     if images_per_prompt > 1:
         second_images = by_number[1][: sum(i < num_pairs for i in source.local)]
     else:

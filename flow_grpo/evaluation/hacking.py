@@ -34,14 +34,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR, finite_mean, paired_difference, paired_fall
+from flow_grpo.evaluation.significance import finite_mean, paired_difference, paired_fall
 
 FALSE_ALARMS = 0.05  # the largest chance of a warning in a run in which no metric falls
 HALF_SPENT = 20  # comparisons of evaluations after which half of that chance is spent
 NUM_STANDARD_ERRORS = 3.0  # a smaller rise of a trained reward is noise
-MIN_PROMPTS = MIN_PROMPTS_FOR_ERROR  # with fewer held-out prompts there is no warning
 REWARD_DROP = 0.02  # share of a reward's size
-HIGH_FREQUENCY_POWER, DIVERSITY = "high-frequency power of the images", "diversity of the images"
+HIGH_FREQUENCY_POWER, DIVERSITY = "high-frequency power", "diversity"  # names of metrics, also in eval.json, .md and .csv
 IMAGE_DROPS = {HIGH_FREQUENCY_POWER: 1 / 3, DIVERSITY: 3 / 4}
 WEIGHTED_SUM = "the trained reward"
 
@@ -60,7 +59,12 @@ class EvaluationRecord:
     def watched(self) -> dict[str, list[float]]:
         """The measures whose fall is a warning. A single trained reward is what rises."""
         several = self.trained_rewards if len(self.trained_rewards) > 1 else {}
-        return {**self.untrained_rewards, **self.image_metrics, **several}
+        return {**self.untrained_rewards, **{of_images(n): v for n, v in self.image_metrics.items()}, **several}
+
+
+def of_images(metric: str) -> str:
+    """The name of an image metric in a warning, where a reward may have the metric's own name."""
+    return f"{metric} of the images"
 
 
 class Drop(NamedTuple):
@@ -91,6 +95,7 @@ def detect_drops(history: list[EvaluationRecord]) -> dict[str, Drop]:
     rewards = {name: [r.trained_rewards.get(name, []) for r in history] for name in several}
     rewards[WEIGHTED_SUM] = [r.reward for r in history]
     rises = {name: _has_risen(values) for name, values in rewards.items()}
+    image_drops = {of_images(name): share for name, share in IMAGE_DROPS.items()}
     drops: dict[str, Drop] = {}
     for name in now.watched:
         values = [r.watched.get(name, []) for r in history]
@@ -98,7 +103,7 @@ def detect_drops(history: list[EvaluationRecord]) -> dict[str, Drop]:
         is_fall = is_significant_fall(_table(values), len(now.watched)).tolist()
         sizes = [_root_mean_square(before) for before in values[:-1]]
         losses = [paired_difference(before, values[-1])[0] for before in values[:-1]]
-        share = IMAGE_DROPS.get(name, REWARD_DROP)
+        share = image_drops.get(name, REWARD_DROP)
         found = [
             (losses[j], Drop(earlier[j].step, losses[j] / (sizes[j] or losses[j]), risen[j]))
             for j in range(len(earlier))
@@ -184,8 +189,8 @@ def warnings(history: list[EvaluationRecord], best: int | None = None) -> dict[s
 def limits() -> str:
     """The rule as one sentence for users."""
     return (
-        "The monitor warns when, while a trained reward rises, another reward falls by more than "
-        f"{REWARD_DROP:.0%}, the {HIGH_FREQUENCY_POWER} by more than {IMAGE_DROPS[HIGH_FREQUENCY_POWER]:.0%} or their diversity by "
+        f"The monitor warns when, while a trained reward rises, another reward falls by more than {REWARD_DROP:.0%}, the "
+        f"{of_images(HIGH_FREQUENCY_POWER)} by more than {IMAGE_DROPS[HIGH_FREQUENCY_POWER]:.0%} or their diversity by "
         f"more than {IMAGE_DROPS[DIVERSITY]:.0%} of its value at an earlier evaluation, and by more than noise explains."
     )
 

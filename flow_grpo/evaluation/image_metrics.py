@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sampling
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.text import counted
 
-# Names of metrics in eval.json, .md and .csv
-HIGH_FREQUENCY_POWER, DIVERSITY, BASE_DISTANCE = "high-frequency power", "diversity", "distance from base"
+BASE_DISTANCE = "distance from base"  # name of a metric in eval.json, .md and .csv
 NUM_DIVERSITY_PROMPTS = 16  # first prompts of which two images are generated, to measure their difference
 NUM_DISTANCE_PROMPTS = 32  # first prompts, on which the distance from the base model is measured
 

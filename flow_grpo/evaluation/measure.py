@@ -13,9 +13,9 @@ from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
+from flow_grpo.evaluation.hacking import DIVERSITY
 from flow_grpo.evaluation.image_metrics import (
     BASE_DISTANCE,
-    DIVERSITY,
     NUM_DISTANCE_PROMPTS,
     NUM_DIVERSITY_PROMPTS,
     distance_from_base,

@@ -17,8 +17,7 @@ from rich.text import Text
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.evaluation import significance
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE
-from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_ERROR as MIN_PROMPTS
-from flow_grpo.evaluation.significance import Estimate
+from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_INTERVAL, Estimate
 from flow_grpo.files import new_files
 from flow_grpo.text import counted, escape_formula, escape_markdown, markdown_table, number, short_name, visible
 
@@ -285,7 +284,7 @@ def notes(scorecard: Scorecard) -> list[str]:
     lines = [f"{target.name}: {target.description}" for target in scorecard.results]
     lines += [f"{name} against {scorecard.against[name]}: {pairing}" for name, pairing in scorecard.pairing.items()]
     fewest = min((mean.prompts for means in scorecard.means.values() for mean in means.values()), default=0)
-    few = f" Fewer than {MIN_PROMPTS} prompts have none." if fewest < MIN_PROMPTS else ""
+    few = f" Fewer than {MIN_PROMPTS_FOR_INTERVAL} prompts have none." if fewest < MIN_PROMPTS_FOR_INTERVAL else ""
     lines.append(f"± is half of a {significance.LEVEL:.0%} interval over prompts.{few}")
     if scorecard.num_tests:
         lines.append(f"* p < {1 - significance.LEVEL:.2g}, adjusted for {scorecard.num_tests} tests by Holm.")

@@ -24,8 +24,8 @@ from jaxtyping import Float
 
 LEVEL = 0.95
 RESAMPLES = 9999
-MIN_PROMPTS = 2  # fewer have no test
-MIN_PROMPTS_FOR_ERROR = 8  # fewer have no interval and no standard error
+MIN_PROMPTS_FOR_TEST = 2  # fewer have no test
+MIN_PROMPTS_FOR_INTERVAL = 8  # fewer have no interval and no standard error
 BATCH_NUMEL = 2_000_000  # numbers that are resampled at once
 
 
@@ -44,7 +44,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class TestResult:
+class MeanDifference:
     """A difference of two means, its interval, and the two-sided p-value of no difference, which is 1 for a single prompt."""
 
     difference: Estimate
@@ -57,7 +57,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
     sample = _finite(values)
     mean, n = float(sample.mean()), len(sample)
-    if n < MIN_PROMPTS_FOR_ERROR:
+    if n < MIN_PROMPTS_FOR_INTERVAL:
         return _without_interval(mean)
     if _are_shares(sample):
         interval = stats.binomtest(round(sample.sum()), n).proportion_ci(LEVEL, method="wilson")
@@ -77,41 +77,39 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(mean, mean - below, mean + above)
 
 
-def paired(values: Sequence[float], base: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> TestResult:
+def paired(values: Sequence[float], base: Sequence[float]) -> MeanDifference:
     """Test whether (P,) values differ from (P,) others of the same prompts."""
     new, old = _finite(values), _finite(base)
     differences = new - old
     mean, n = float(differences.mean()), len(differences)
-    if n < MIN_PROMPTS_FOR_ERROR:
+    if n < MIN_PROMPTS_FOR_INTERVAL:
         interval = _without_interval(mean)
     elif _are_shares(new) and _are_shares(old):
         better, worse = ((int((differences == sign).sum()) + 1) / (n + 2) for sign in (1, -1))
         interval = _normal_interval(mean, better - worse, (better + worse - (better - worse) ** 2) / (n + 2))
     else:
         interval = _skewed_interval(differences)
-    return TestResult(interval, _permutation_p((differences,), np.mean, "samples", seed=seed, resamples=resamples))
+    return MeanDifference(interval, _permutation_p((differences,), np.mean, "samples"))
 
 
-def unpaired(values: Sequence[float], base: Sequence[float], seed: int = 0, resamples: int = RESAMPLES) -> TestResult:
+def unpaired(values: Sequence[float], base: Sequence[float]) -> MeanDifference:
     """Test whether values of some prompts differ from those of other prompts; their numbers and spreads may differ."""
     from scipy import stats
 
     new, old = _finite(values), _finite(base)
     mean, fewest = float(new.mean() - old.mean()), min(len(new), len(old))
-    if fewest < MIN_PROMPTS:
-        return TestResult(_without_interval(mean), 1.0)
+    if fewest < MIN_PROMPTS_FOR_TEST:
+        return MeanDifference(_without_interval(mean), 1.0)
     are_shares, interval = _are_shares(new) and _are_shares(old), _without_interval(mean)
     if are_shares or (not new.std() and not old.std()):  # exchangeable if they are equal
-        if are_shares and fewest >= MIN_PROMPTS_FOR_ERROR:
+        if are_shares and fewest >= MIN_PROMPTS_FOR_INTERVAL:
             interval = _agresti_caffo(mean, new, old)
-        return TestResult(
-            interval, _permutation_p((new, old), _difference_of_means, "independent", seed=seed, resamples=resamples)
-        )
+        return MeanDifference(interval, _permutation_p((new, old), _difference_of_means, "independent"))
     welch = stats.ttest_ind(new, old, equal_var=False)
-    if fewest >= MIN_PROMPTS_FOR_ERROR:
+    if fewest >= MIN_PROMPTS_FOR_INTERVAL:
         low, high = welch.confidence_interval(LEVEL)
         interval = Estimate(mean, float(low), float(high))
-    return TestResult(interval, float(welch.pvalue))
+    return MeanDifference(interval, float(welch.pvalue))
 
 
 def paired_difference(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
@@ -120,7 +118,7 @@ def paired_difference(values: Sequence[float], base: Sequence[float]) -> tuple[f
     Prompts without a finite value on both sides are left out.
     """
     differences = [a - b for a, b in zip(values, base, strict=False) if math.isfinite(a - b)]
-    if len(differences) < MIN_PROMPTS_FOR_ERROR:
+    if len(differences) < MIN_PROMPTS_FOR_INTERVAL:
         return finite_mean(differences), math.inf
     return finite_mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
 
@@ -141,7 +139,7 @@ def paired_fall(base: Float[np.ndarray, "*many P"], values: Float[np.ndarray, "*
     error = np.sqrt(squares / np.maximum(n - 1, 1) / np.maximum(n, 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         t = np.where(mean > 0, mean / error, 0.0)
-    return np.where(n < MIN_PROMPTS_FOR_ERROR, 1.0, stats.t.sf(t, np.maximum(n - 1, 1)))
+    return np.where(n < MIN_PROMPTS_FOR_INTERVAL, 1.0, stats.t.sf(t, np.maximum(n - 1, 1)))
 
 
 def finite_mean(values: Sequence[float]) -> float:
@@ -208,19 +206,19 @@ def _difference_of_means(values: np.ndarray, base: np.ndarray, axis: int = -1) -
     return np.mean(values, axis=axis) - np.mean(base, axis=axis)
 
 
-def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str, *, seed: int, resamples: int) -> float:
+def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str) -> float:
     """The two-sided p-value; 1 for fewer than 2 prompts."""
     from scipy import stats
 
-    if min(len(sample) for sample in samples) < MIN_PROMPTS:
+    if min(len(sample) for sample in samples) < MIN_PROMPTS_FOR_TEST:
         return 1.0
     result = stats.permutation_test(
         samples,
         statistic,
         permutation_type=kind,
-        n_resamples=resamples,
+        n_resamples=RESAMPLES,
         batch=_batch(samples),
-        random_state=np.random.default_rng(seed),
+        random_state=np.random.default_rng(0),
     )
     return float(result.pvalue)
 

@@ -20,6 +20,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import FROM_PYTHON, LoraConfig
 from flow_grpo.data.grid import SMALLEST_CELL, open_image
 from flow_grpo.evaluation import hacking
+from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_INTERVAL
 from flow_grpo.evaluation.targets import unnamed_rewards
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import family, has_lora_loader, makes_videos, takes
@@ -98,7 +99,7 @@ def _results(run: RunReader, images: list[dict[str, Any]]) -> dict[str, Any]:
         "scores": scores_table(run, ends, prompts) if ends else None,
         "gallery": gallery_table(images, ends) if images else None,
         "warnings": [(row["step"], row["warning"]) for row in run.warnings],
-        "monitored": bool(ends) and prompts >= hacking.MIN_PROMPTS,
+        "monitored": bool(ends) and prompts >= MIN_PROMPTS_FOR_INTERVAL,
         "limits": hacking.limits(),
         "facts": summary.cost(run)["facts"],
     }

@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.evaluation.hacking import of_images
 from flow_grpo.files import write_atomic
 from flow_grpo.report import summary
 from flow_grpo.rewards.images import open_header, regular_content
@@ -317,7 +318,7 @@ def _signal_charts(
             label = names[i] if len(runs) > 1 else title.lower()
             rows, style = (run.evaluation_rows, "dots") if evaluated else (run.step_rows, "line")
             lines.append(Line(label, series(rows, key), style, i))
-        dropped = [key, f"{title.lower()} of the images"]
+        dropped = [key, of_images(title.lower())]
         chart = draw(title, lines, note, [mark for name in dropped for mark in marks.get(name, ())])
         values = {y for line in lines for _, y in line.points}
         if chart:

@@ -8,7 +8,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import flatten
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.evaluation import hacking
-from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits, of_images
 from flow_grpo.evaluation.significance import paired_difference
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.metrics_file import NO_SIGNAL
@@ -127,7 +127,7 @@ def table(run: RunReader) -> dict[str, Any]:
     changes = [change(run, name) for name in names] if len(rows) > 1 else []
     return {
         "columns": [{"name": short_name(name), "trained": name in ("reward", *run.trained)} for name in names]
-        + [{"name": IMAGE_METRICS[key].removesuffix(" of the images"), "trained": False} for key in image_metrics],
+        + [{"name": IMAGE_METRICS[key], "trained": False} for key in image_metrics],
         "rows": rows,
         "changes": [_change_text(c) for c in changes]
         + [_difference(_gain(run.evaluation_rows, key), 4, sign=True) for key in image_metrics if changes],
@@ -256,5 +256,5 @@ def monitor_status(run: RunReader) -> str:
         values = [row[key] for row in run.evaluation_rows if key in row]
         if len(values) > 1 and values[-1] < (1 - MIN_DROP) * max(values):
             fall = 1 - values[-1] / max(values)
-            sentences.append(f"The {name} fell by {fall:.0%}; the monitor warns from {IMAGE_DROPS[name]:.0%} on.")
+            sentences.append(f"The {of_images(name)} fell by {fall:.0%}; the monitor warns from {IMAGE_DROPS[name]:.0%} on.")
     return " ".join(sentences)

@@ -14,6 +14,9 @@ from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, rew
 from flow_grpo.types import PromptBatch, Scores, Trajectory
 
 NUM_EPOCHS = 4  # passes of the critic over a rollout
+LR = 1e-3  # of the critic's AdamW
+WIDTH = 128  # channels of its layers
+GAE_LAMBDA = 0.95  # 1 uses the reward only, 0 the next value only
 
 
 def gae(values: Tensor, reward: Tensor, gae_lambda: float) -> Tensor:
@@ -39,34 +42,21 @@ class Critic(nn.Module):
     Args:
         state_shape: of one state.
         text_channels: of the prompt's mean embedding.
-        lr: learning rate of its AdamW.
-        width: channels of its layers.
-        gae_lambda: of generalised advantage estimation: 1 uses the reward only, 0 the next value only.
     """
 
-    def __init__(
-        self,
-        state_shape: torch.Size,
-        text_channels: int,
-        seed: int,
-        *,
-        lr: float = 1e-3,
-        width: int = 128,
-        gae_lambda: float = 0.95,
-    ) -> None:
+    def __init__(self, state_shape: torch.Size, text_channels: int, seed: int) -> None:
         super().__init__()
-        self.gae_lambda = gae_lambda
         is_packed = len(state_shape) == 2
         tokens = state_shape[0] if is_packed else math.prod(state_shape[1:])
         channels = state_shape[1] if is_packed else state_shape[0]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.embed = nn.Linear(channels, width)
-            self.place = nn.Parameter(0.02 * torch.randn(tokens, width))
-            self.read = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-            self.condition = nn.Linear(text_channels + 2, width)
-            self.value = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, width), nn.GELU(), nn.Linear(width, 1))
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=lr)
+            self.embed = nn.Linear(channels, WIDTH)
+            self.place = nn.Parameter(0.02 * torch.randn(tokens, WIDTH))
+            self.read = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+            self.condition = nn.Linear(text_channels + 2, WIDTH)
+            self.value = nn.Sequential(nn.LayerNorm(2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=LR)
 
     def forward(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
         """Values (n,)."""
@@ -86,7 +76,7 @@ class Critic(nn.Module):
     def advantages(self, trajectory: Trajectory, reward: Tensor, text: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then train the critic on this rollout."""
         values = self.values(trajectory, text)
-        advantage = gae(values, reward, self.gae_lambda)
+        advantage = gae(values, reward, GAE_LAMBDA)
         target = advantage + values
         losses = [self._learn(trajectory, text, target) for _ in range(NUM_EPOCHS)]
         unexplained = (target - values).var() / target.var().clamp_min(1e-12)

@@ -120,7 +120,7 @@ class GroupAdvantages:
     def compared_rewards(self, batch: PromptBatch, by_name: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The rewards (B, K) that groups are compared by, and their weights (K,) or (B, K)."""
         by_reward, weights = self.trained_rewards(batch, by_name)
-        return advantages.compared_rewards(by_reward, weights, batch.group, self.method)
+        return advantages.compared_rewards(by_reward, weights, self.method)
 
     def _compare(self, batch: PromptBatch, scores: Scores, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Advantages (n,) of n rows whose rewards have one scale, and (n,) bool, whether the rewards of a row's group differ."""

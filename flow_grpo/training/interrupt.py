@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any
 
-INTERRUPTED = 130  # exit status, as a shell's
+from flow_grpo.errors import INTERRUPTED
+
 DEBOUNCE = 0.5  # seconds within which two signals are one: `timeout`, for example, sends each twice
 KILL_AFTER = {signal.SIGINT: 1.0, signal.SIGTERM: 60.0}  # seconds until a process that does not answer is killed
 ANSWER = b"\0"

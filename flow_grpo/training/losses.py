@@ -225,9 +225,9 @@ class ClipRange:
     """
 
     DECAY = 0.9
+    QUANTILE = 0.9
 
-    def __init__(self, quantile: float = 0.9) -> None:
-        self.quantile = quantile
+    def __init__(self) -> None:
         self.state: dict[int, float] = {}
         self._seen: dict[int, list[Tensor]] = {}
 
@@ -250,7 +250,7 @@ class ClipRange:
             deviation = torch.cat(parts)
             deviation = deviation[deviation.isfinite()]  # fp16 may overflow
             if deviation.any():
-                quantile = deviation.quantile(self.quantile).item()
+                quantile = deviation.quantile(self.QUANTILE).item()
                 previous = self.state.get(step, quantile)
                 self.state[step] = self.DECAY * previous + (1 - self.DECAY) * quantile
         self.reset()

@@ -300,7 +300,7 @@ def _build_run(
     policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
     args = settings_of(policy, args) if policy is model else args
     found |= make_checks("model", replace(start, args=args, policy=policy))
-    check_size(policy, "height and width", policy.call.get("height"), policy.call.get("width"))
+    check_size(policy, policy.call.get("height"), policy.call.get("width"))
     prepare_policy(policy, args, processes)
     inputs = digests_of_inputs(
         args,

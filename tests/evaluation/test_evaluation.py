@@ -26,10 +26,11 @@ from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
-from flow_grpo.evaluation import image_metrics, measure, scorecard, significance
+from flow_grpo.evaluation import generate, image_metrics, measure, scorecard, significance
 from flow_grpo.evaluation.evaluator import save_before_after
 from flow_grpo.evaluation.generate import evaluate, generate_images, image_seed
-from flow_grpo.evaluation.image_metrics import BASE_DISTANCE, DIVERSITY, HIGH_FREQUENCY_POWER
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER
+from flow_grpo.evaluation.image_metrics import BASE_DISTANCE
 from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
 from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
 from flow_grpo.image_prompt import ImagePrompt, images_of
@@ -167,9 +168,10 @@ def test_two_evaluation_seeds_share_no_noise(monkeypatch):
     used = []
     noise = sampling.noise
     monkeypatch.setattr(sampling, "noise", lambda shape, *name: used.append(noise(shape, *name)) or used[-1])
+    monkeypatch.setattr(generate, "NUM_DIVERSITY_PROMPTS", 2)
     policy, prompts = tiny_policy(), PromptSet(SIGNS * 2, [{}] * 4)
     for seed in (1234, 1235):
-        evaluate(policy, prompts, KIT, base=policy.base_model, steps=1, seed=seed, microbatch=8, num_diversity_prompts=2)
+        evaluate(policy, prompts, KIT, base=policy.base_model, steps=1, seed=seed, microbatch=8)
     assert len(used) == 2 * (4 + 2)
     for i, one in enumerate(used):
         assert not any(torch.equal(one, other) for other in used[i + 1 :])

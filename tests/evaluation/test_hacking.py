@@ -179,7 +179,7 @@ def test_few_prompts_say_nothing_and_prompts_without_a_number_are_left_out():
 
 @pytest.mark.parametrize(("name", "enough", "trifle"), [(HIGH_FREQUENCY_POWER, 0.6, 0.7), (DIVERSITY, 0.2, 0.3)])
 def test_images_that_lose_quality_are_caught(name, enough, trifle):
-    for factor, caught in ((enough, [name]), (trifle, [])):
+    for factor, caught in ((enough, [hacking.of_images(name)]), (trifle, [])):
         history = [reading(0, 0.5, 0.8), reading(10, 0.7, 0.8)]
         history[1].image_metrics[name] = [factor * value for value in history[0].image_metrics[name]]
         assert list(hacking.detect_drops(history)) == caught

@@ -5,6 +5,7 @@ import torch
 from support import small_policy as small
 from support.thread_processes import run_as_processes
 
+from flow_grpo.evaluation import generate
 from flow_grpo.evaluation.generate import evaluate, generate_images, image_seed
 from flow_grpo.rewards import WeightedSum
 
@@ -56,9 +57,10 @@ def test_a_pair_reward_is_the_win_rate_against_the_base_models_image_of_the_same
     assert measure(small.policy(lora=False), names=["brighter"]).values["brighter"].tolist() == [0.5] * 5
 
 
-def test_rewards_are_averaged_over_the_images_of_a_prompt_and_a_group_has_all_of_them():
+def test_rewards_are_averaged_over_the_images_of_a_prompt_and_a_group_has_all_of_them(monkeypatch):
+    monkeypatch.setattr(generate, "NUM_DIVERSITY_PROMPTS", 3)
     policy = small.policy()
-    evaluation = measure(policy, images_per_prompt=2, num_diversity_prompts=3)
+    evaluation = measure(policy, images_per_prompt=2)
     both = torch.stack([images(policy, number) for number in range(2)], 1)
     torch.testing.assert_close(evaluation.values["brightness"], both.mean((1, 2, 3, 4)))
     expected = torch.tensor([float(pair.std()) + 2 for pair in both])
@@ -84,11 +86,10 @@ def test_where_prompts_name_rewards_and_all_were_dropped_the_sum_has_no_numbers(
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_processes_measure_the_same_also_more_than_prompts(count):
-    whole = measure(small.policy(), images_per_prompt=2, num_diversity_prompts=3)
-    for evaluation in run_as_processes(
-        count, lambda processes: measure(small.policy(), processes, images_per_prompt=2, num_diversity_prompts=3)
-    ):
+def test_processes_measure_the_same_also_more_than_prompts(monkeypatch, count):
+    monkeypatch.setattr(generate, "NUM_DIVERSITY_PROMPTS", 3)
+    whole = measure(small.policy(), images_per_prompt=2)
+    for evaluation in run_as_processes(count, lambda processes: measure(small.policy(), processes, images_per_prompt=2)):
         for name, values in whole.values.items():
             torch.testing.assert_close(evaluation.values[name], values, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(evaluation.diversity, whole.diversity, rtol=1e-4, atol=1e-5)

@@ -37,7 +37,7 @@ def collected(steps=True, name=None, seed=1, **objective):
     small.move(policy, 0.2, seed=seed)
     conditioning = policy.encode(experience.batch.prompts)
     if steps:
-        return policy, args, experience, small.step_loss(policy, args, experience, conditioning, ClipRange(0.9))
+        return policy, args, experience, small.step_loss(policy, args, experience, conditioning, ClipRange())
     return policy, args, experience, small.forward_process_loss(policy, args, experience, conditioning, 0)
 
 

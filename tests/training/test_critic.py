@@ -6,11 +6,18 @@ import pytest
 import torch
 from torch.nn import functional
 
+from flow_grpo.training import critic as critic_module
 from flow_grpo.training.critic import Critic, CriticAdvantages, gae
 from flow_grpo.types import Schedule, StochasticSteps, Trajectory
 
-SETTINGS = {"width": 8, "lr": 0.01, "gae_lambda": 0.7}
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
+
+
+@pytest.fixture(autouse=True)
+def _small_and_fast(monkeypatch):
+    monkeypatch.setattr(critic_module, "WIDTH", 8)
+    monkeypatch.setattr(critic_module, "LR", 0.01)
+    monkeypatch.setattr(critic_module, "GAE_LAMBDA", 0.7)
 
 
 def trajectory(rows=5, shape=(2, 2, 3), steps=(0, 2)):
@@ -27,7 +34,7 @@ def trajectory(rows=5, shape=(2, 2, 3), steps=(0, 2)):
 
 
 def made(shape=(2, 2, 3), seed=0):
-    return Critic(torch.Size(shape), 3, seed, **SETTINGS)
+    return Critic(torch.Size(shape), 3, seed)
 
 
 def given(rows=5):
@@ -132,9 +139,10 @@ def test_a_critic_that_says_the_same_reward_of_all_explains_nothing_and_divides_
     assert metrics["critic/explained_variance"] == 1
 
 
-def test_a_variance_of_nothing_is_not_divided_by():
+def test_a_variance_of_nothing_is_not_divided_by(monkeypatch):
     """At lambda 1 the target is the reward, here the same for all."""
-    critic = Critic(torch.Size([2, 2, 3]), 3, 0, **{**SETTINGS, "gae_lambda": 1.0})
+    monkeypatch.setattr(critic_module, "GAE_LAMBDA", 1.0)
+    critic = made()
     values = critic.values(trajectory(), given()[1])
     _, metrics = critic.advantages(trajectory(), torch.ones(5), given()[1])
     assert metrics["critic/explained_variance"] == pytest.approx(1 - float(values.var()) / 1e-12, rel=1e-3)

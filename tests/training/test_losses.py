@@ -70,7 +70,7 @@ def collected(advantage=ADVANTAGE, moved=0.1, **changes):
 
 def step_terms(policy, args, experience, clip=None):
     conditioning = policy.encode(experience.batch.prompts)
-    return small.step_loss(policy, args, experience, conditioning, clip or ClipRange(0.9))
+    return small.step_loss(policy, args, experience, conditioning, clip or ClipRange())
 
 
 def check(policy, loss, expected, rtol=1e-4):
@@ -156,11 +156,12 @@ def test_each_kl_is_its_formula_and_its_gradient_flows_through_the_policy_of_now
 
 
 @pytest.mark.parametrize("auto", [("auto", 0.004), (0.004, "auto"), ("auto", "auto")])
-def test_auto_clips_at_what_is_known_of_a_step_and_learns_from_the_rows_that_count(auto):
+def test_auto_clips_at_what_is_known_of_a_step_and_learns_from_the_rows_that_count(monkeypatch, auto):
     advantage = 1 - 2 * (torch.arange(6.0).view(2, 3) % 2)
     changes = {"clip_low": auto[0], "clip_high": auto[1]}
     policy, args, experience = collected(advantage, moved=0.3, objective=changes, updates=2)
-    clip = ClipRange(0.5)
+    monkeypatch.setattr(ClipRange, "QUANTILE", 0.5)
+    clip = ClipRange()
     clip.state = {0: 0.001}
     ranges = [{"auto": 0.001}, {"auto": math.inf}]
     seen = torch.tensor([True, False, True, True, False, False])
@@ -182,7 +183,7 @@ def test_auto_clips_at_what_is_known_of_a_step_and_learns_from_the_rows_that_cou
 
 def test_clip_ranges_that_are_given_learn_nothing():
     policy, args, experience = collected()
-    clip = ClipRange(0.5)
+    clip = ClipRange()
     list(step_terms(policy, args, experience, clip).losses(torch.arange(6), ALL))
     clip.update(small.Processes())
     assert not clip.state
@@ -191,8 +192,9 @@ def test_clip_ranges_that_are_given_learn_nothing():
 # -- calibrated clip ranges -----------------------------------------------------------------------------------------------
 
 
-def test_a_clip_range_is_the_moving_average_of_the_quantile_of_all_processes():
-    clip = ClipRange(0.75)
+def test_a_clip_range_is_the_moving_average_of_the_quantile_of_all_processes(monkeypatch):
+    monkeypatch.setattr(ClipRange, "QUANTILE", 0.75)
+    clip = ClipRange()
     assert clip.range_at(1) == math.inf
     clip.observe(1, torch.tensor([0.0, 0.1]))
     clip.observe(1, torch.tensor([0.2]))

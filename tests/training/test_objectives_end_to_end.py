@@ -113,7 +113,7 @@ def test_gae_is_the_sum_of_discounted_surprises():
 
 
 def test_a_rare_reward_does_not_drown_all_else_in_ppo_either():
-    critic = Critic(torch.Size([2, 2, 2]), 3, seed=0, width=8)
+    critic = Critic(torch.Size([2, 2, 2]), 3, seed=0)
     schedule = SimpleNamespace(sigmas=torch.tensor([1.0, 0.5, 0.0]))
     states = torch.zeros(400, 1, 2, 2, 2)
     trajectory = SimpleNamespace(x=states, steps=[0], schedule=schedule)
@@ -122,7 +122,7 @@ def test_a_rare_reward_does_not_drown_all_else_in_ppo_either():
 
 
 def test_the_critic_takes_packed_latents_too():
-    critic = Critic(torch.Size([10, 4]), 3, seed=0, width=8)
+    critic = Critic(torch.Size([10, 4]), 3, seed=0)
     assert critic(torch.randn(2, 10, 4), torch.rand(2), torch.randn(2, 3)).shape == (2,)
 
 
@@ -178,7 +178,7 @@ def test_the_published_kl_is_the_gaussian_one_times_the_length_of_the_step(tmp_p
 
 
 def test_auto_clip_ranges_are_the_quantile_of_the_ratios_seen():
-    clip = ClipRange(0.9)
+    clip = ClipRange()
     assert clip.range_at(3) == math.inf
     clip.observe(3, torch.zeros(5))
     clip.update(Processes())

@@ -381,7 +381,7 @@ def test_a_step_of_which_nothing_is_left_says_so():
 
 def test_the_critic_sees_states_rewards_and_prompts_of_the_rows_that_count():
     prompts = some("cat", "dog", "sun", "boat")
-    critic, policy = Critic(torch.Size(small.SHAPE), 64, 0, width=8), small.policy()
+    critic, policy = Critic(torch.Size(small.SHAPE), 64, 0), small.policy()
     rolls = source(policy, prompts=prompts, critic=critic, objective={"name": "ppo"})
     same = copy.deepcopy(critic)
     same.optimizer = torch.optim.AdamW(same.parameters(), lr=1e-3)
