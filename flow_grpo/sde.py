@@ -64,7 +64,7 @@ def transition(
         sigma: noise level in [0, 1] before the step.
         sigma_next: noise level after it, below sigma.
         noise_level: how much noise a step adds, 0 (none, the ODE) upwards; at most 1 for `cps`.
-        sigma_max: the schedule's sigmas[1]. `flow_sde` needs it at sigma = 1, where its noise would be infinite.
+        sigma_max: the schedule's second sigma. `flow_sde` needs it at sigma = 1, where its noise would be infinite.
 
     Raises:
         FlowGRPOError: an unknown name, a noise level out of range, or sigma = 1 without sigma_max for `flow_sde`.

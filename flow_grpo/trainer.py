@@ -53,7 +53,7 @@ class FlowGRPOTrainer:
         self.args, self.policy, self.processes = run.args, run.policy, run.processes
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
-        self.start_checks = run.found
+        self.start_checks = run.start_checks
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes, self.eval_set is not None)
         self.folder = Path(self.args.output_dir)
         self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
@@ -107,7 +107,7 @@ class FlowGRPOTrainer:
         self._evaluate(tracker)
         first = self.step + 1
         while self.step < self.args.steps:
-            if self.processes.any(self.processes.stop_requested):
+            if self.processes.any_process(self.processes.stop_requested):
                 raise Interrupted
             self.callbacks.call("on_step_begin")
             metrics = self.training_step()
@@ -160,7 +160,7 @@ class FlowGRPOTrainer:
             trajectory,
             scores,
             compared,
-            rows_of=args.objective.needs.rows,
+            selection=args.objective.needs.selection,
             updates=args.updates,
             processes=self.processes,
         )

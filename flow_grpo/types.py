@@ -94,8 +94,8 @@ class Schedule:
         return torch.stack([torch.linspace(1, 0, len(self) + 1), torch.cat([self.timesteps, end]), self.sigmas], 1)
 
     @property
-    def sigma_max(self) -> Float[Tensor, ""]:
-        """The second sigma, which `flow_sde` uses where sigma is 1."""
+    def second_sigma(self) -> Float[Tensor, ""]:
+        """`flow_sde` uses it where sigma is 1."""
         return self.sigmas[1]
 
 

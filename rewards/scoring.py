@@ -30,7 +30,7 @@ from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video
 from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded, one_sentence
 
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
-COLUMN = "rewards"
+REWARDS_COLUMN = "rewards"  # metadata of a prompt of several sets: the weights of its set's rewards by name
 
 
 class Reward(Protocol):
@@ -331,7 +331,7 @@ class WeightedSum:
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
         """The weight (B, R) of each trained reward for each image, if prompt sets name rewards. FlowGRPOError as of `row_weights`."""
-        return row_weights(metadata.get(COLUMN), self.trained_weights, self.names)
+        return row_weights(metadata.get(REWARDS_COLUMN), self.trained_weights, self.names)
 
     @property
     def trained_weights(self) -> dict[str, float]:

@@ -62,7 +62,7 @@ def test_short_inner_phases_do_not_hide_the_progress_of_the_outer_one(monkeypatc
         said.append(due_line(clock[0]))
         return images.mean((1, 2, 3))
 
-    rows = measure.requests(PromptSet(list("abcdefghij"), [{}] * 10), 1)
+    rows = measure.images_to_generate(PromptSet(list("abcdefghij"), [{}] * 10), 1)
     reward = WeightedSum({"slow": slow}, {"slow": 0.0})
     grid = SimpleNamespace(name="grid")
     with progress_bars([grid]) as update:

@@ -38,7 +38,7 @@ def test_noise_levels_are_shifted_by_the_schedulers_table_where_there_is_one():
 
 
 def test_what_stands_for_a_sigma_of_1_is_the_second_of_the_schedule():
-    assert float(SCHEDULE.sigma_max) == 0.5
+    assert float(SCHEDULE.second_sigma) == 0.5
 
 
 def test_metadata_become_columns_with_none_where_a_row_has_none():

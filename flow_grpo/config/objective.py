@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoints have this name
 CUSTOM = "file.py:function"  # stands for a user's own function in lists of names
 KL = Literal["gaussian", "k3", "flow_grpo", "velocity"]
-NEEDED = {"ema": "decay", "guided": "guidance", "teacher": "lora"}  # the setting that an anchor of a kind can't do without
+ANCHOR_NEEDS = {
+    "ema": "decay",
+    "guided": "guidance",
+    "teacher": "lora",
+}  # the setting that an anchor of a kind can't do without
 # the settings that not every kind reads
-READ = {"ema": {"decay"}, "guided": {"guidance"}, "teacher": {"lora", "prompts", "guidance"}}
-EXAMPLES = {"ema": 0.3, "guided": 4.5, "teacher": "edits.safetensors"}
+ANCHOR_READS = {"ema": {"decay"}, "guided": {"guidance"}, "teacher": {"lora", "prompts", "guidance"}}
+ANCHOR_EXAMPLES = {"ema": 0.3, "guided": 4.5, "teacher": "edits.safetensors"}
 
 
 class DecayRamp(ConfigSection):
@@ -91,13 +95,13 @@ class AnchorConfig(ConfigSection):
     @model_validator(mode="after")
     def _has_its_settings(self) -> "AnchorConfig":
         for name in ("decay", "guidance", "lora", "prompts"):
-            if getattr(self, name) is not None and name not in READ.get(self.to, ()):
-                kinds = " and ".join(kind for kind, names in READ.items() if name in names)
+            if getattr(self, name) is not None and name not in ANCHOR_READS.get(self.to, ()):
+                kinds = " and ".join(kind for kind, names in ANCHOR_READS.items() if name in names)
                 raise FlowGRPOError(f"objective.anchors: an anchor to {self.to} does not use {name}; one to {kinds} does.")
-        needed = NEEDED.get(self.to)
+        needed = ANCHOR_NEEDS.get(self.to)
         if needed is not None and getattr(self, needed) is None:
             raise FlowGRPOError(
-                f"objective.anchors: an anchor to {self.to} needs {needed}, for example {EXAMPLES[self.to]}."
+                f"objective.anchors: an anchor to {self.to} needs {needed}, for example {ANCHOR_EXAMPLES[self.to]}."
             )
         return self
 
@@ -157,7 +161,7 @@ class Needs:
         zero_at_zero_advantage: a row's loss is 0 where its advantage is 0.
         zero_at_ratio_1: a row's loss is 0 where its advantage is 0 and the ratio is 1, as it is with one update on a rollout.
         single_update: it is right for one update on a rollout alone.
-        rows: the images of a group that it trains on.
+        selection: the images of a group that it trains on.
         reference: it needs the velocity of the base model, also without a KL.
         old_policy: it needs an adapter that slowly follows the trained one.
         critic: its advantages come from a critic.
@@ -172,7 +176,7 @@ class Needs:
     zero_at_zero_advantage: bool = False
     zero_at_ratio_1: bool = False
     single_update: bool = False
-    rows: Literal["all", "best", "best_and_worst"] = "all"
+    selection: Literal["all", "best", "best_and_worst"] = "all"
     reference: bool = False
     old_policy: bool = False
     critic: bool = False
@@ -185,7 +189,7 @@ class Needs:
     def takes_advantage(self) -> bool:
         """Whether it trains on advantages that are made of a group's rewards."""
         weighs = not (self.critic or self.reward_gradient or self.anchors) or self.moves == "both_ways"
-        return self.rows == "all" and weighs
+        return self.selection == "all" and weighs
 
     @property
     def whole_groups(self) -> bool:
@@ -195,7 +199,7 @@ class Needs:
     @property
     def rows_per_pair(self) -> int:
         """The rows that must stay together in one forward pass."""
-        return 2 if self.rows == "best_and_worst" else 1
+        return 2 if self.selection == "best_and_worst" else 1
 
 
 class Objective(ConfigSection):
@@ -679,7 +683,7 @@ class Sft(Dataset, ForwardProcess):
     """The best image of each group, or given images, as targets, arXiv 2210.02747."""
 
     name: Literal["sft"] = "sft"
-    needs: ClassVar[Needs] = Needs(rows="best")
+    needs: ClassVar[Needs] = Needs(selection="best")
 
     def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives
@@ -693,7 +697,7 @@ class Dpo(Dataset, ForwardProcess):
     name: Literal["dpo"] = "dpo"
     beta: PositiveFloat = 500.0
     """How sharply the difference of two matching errors decides."""
-    needs: ClassVar[Needs] = Needs(rows="best_and_worst", reference=True)
+    needs: ClassVar[Needs] = Needs(selection="best_and_worst", reference=True)
 
     def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
         from flow_grpo import objectives

@@ -118,7 +118,7 @@ class RunSettings(ConfigSection):
         """Whether images of a group without signal have a loss: by an anchor, or since the objective is not 0 at advantage 0."""
         needs = self.objective.needs
         is_zero = needs.zero_at_zero_advantage or (needs.zero_at_ratio_1 and self.updates * self.epochs == 1)
-        return needs.rows == "all" and bool(self.objective.is_anchored or not is_zero)
+        return needs.selection == "all" and bool(self.objective.is_anchored or not is_zero)
 
     @property
     def evaluated_steps(self) -> list[int]:

@@ -33,7 +33,7 @@ WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 LEADING_ZERO = re.compile(r"[+-]?0\d.*")  # 007 is a text
 BOOLEANS = {"true": True, "false": False}
-COLUMN = "image"
+IMAGE_COLUMN = "image"
 DERIVED = ("source", "sources")  # arguments of rewards that are made of the images
 MAX_IMAGES = 16  # of one prompt
 
@@ -272,7 +272,7 @@ def read_images(
     cells: Sequence[Any],
     locations: Sequence[str],
     folder: Path | None,
-    column: str = COLUMN,
+    column: str = IMAGE_COLUMN,
     stay_inside: bool = False,
 ) -> list[tuple[SourceImage, ...]]:
     """Read the images of each prompt, from the cells of a column.

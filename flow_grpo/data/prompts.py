@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config.sections import PromptSetConfig
-from flow_grpo.data.prompt_files import COLUMN as IMAGE
-from flow_grpo.data.prompt_files import COLUMNS, DERIVED, Table, prompt_columns, read_images
+from flow_grpo.data.prompt_files import COLUMNS, DERIVED, IMAGE_COLUMN, Table, prompt_columns, read_images
 from flow_grpo.data.prompt_sources import FILE_NAME, read_items, read_source
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
+from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
 from flow_grpo.types import PromptBatch
 
-SET = "prompt_set"  # metadata of each prompt of several sets: the name of its set
+SET_COLUMN = "prompt_set"  # metadata of each prompt of several sets: the name of its set
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object, in its default repr
 RESERVED_COLUMNS = ("images", "prompts")  # arguments of rewards that are not metadata
 
@@ -116,7 +116,7 @@ class PromptSampler:
 
 def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
     """The rows (B,) bool of each prompt set, in alphabetical order; empty if the prompts are of one set."""
-    names = [row.get(SET) for row in metadata]
+    names = [row.get(SET_COLUMN) for row in metadata]
     return {
         name: torch.tensor([set_name == name for set_name in names]) for name in sorted({name for name in names if name})
     }
@@ -125,7 +125,7 @@ def rows_by_set(metadata: Sequence[dict]) -> dict[str, Tensor]:
 Prompts = PromptSet | str | Path | Iterable[Any]  # as given: a set, the name of one, or texts or dicts in memory
 
 
-def load_prompts(source: Prompts, image_column: str = IMAGE) -> PromptSet:
+def load_prompts(source: Prompts, image_column: str = IMAGE_COLUMN) -> PromptSet:
     """Load prompts from a file, a folder, an address, a hub data set or a known name, or from texts or dicts in memory.
 
     A name is one of flow_grpo/data/prompt_sources.py, a .txt file (one prompt per line), a .json, .jsonl, .csv, .tsv or .parquet file, the
@@ -214,9 +214,6 @@ def _is_prompt(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-REWARDS = "rewards"  # metadata of each prompt: the weights of its set's rewards by name
-
-
 @dataclass(frozen=True)
 class PromptMixture(PromptSet):
     """All prompts of several sets, one set after another."""
@@ -255,18 +252,20 @@ def _load_set(config: PromptSetConfig) -> PromptSet:
     """The prompts of a set, each with the set's name and rewards."""
     loaded = _without_reserved(load_prompts(config.file), config.file)
     rewards = dict.fromkeys(config.rewards) if isinstance(config.rewards, list) else config.rewards
-    metadata = [{**row, SET: config.label, REWARDS: rewards} for row in loaded.metadata]
+    metadata = [{**row, SET_COLUMN: config.label, REWARDS_COLUMN: rewards} for row in loaded.metadata]
     return PromptSet(loaded.prompts, metadata, loaded.notes)
 
 
 def _without_reserved(loaded: PromptSet, name: str) -> PromptSet:
     """The prompts themselves. FlowGRPOError if they have a column that only a list of sets may give them."""
-    if any(SET in row for row in loaded.metadata):
-        raise FlowGRPOError(f"{name} has a column `{SET}`, which is the name of a prompt's set: give it another name.")
-    if any(REWARDS in row for row in loaded.metadata):  # by which 0.4 chose the rewards of each prompt
+    if any(SET_COLUMN in row for row in loaded.metadata):
         raise FlowGRPOError(
-            f"{name} has a column `{REWARDS}`, by which prompts no longer choose their rewards: give prompts with other rewards as a set, "
-            "prompts=[{file: FILE, rewards: [NAME]}], or give the column another name."
+            f"{name} has a column `{SET_COLUMN}`, which is the name of a prompt's set: give it another name."
+        )
+    if any(REWARDS_COLUMN in row for row in loaded.metadata):  # by which 0.4 chose the rewards of each prompt
+        raise FlowGRPOError(
+            f"{name} has a column `{REWARDS_COLUMN}`, by which prompts no longer choose their rewards: give prompts with other "
+            "rewards as a set, prompts=[{file: FILE, rewards: [NAME]}], or give the column another name."
         )
     return loaded
 

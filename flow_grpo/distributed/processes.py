@@ -277,7 +277,7 @@ class Processes:
         if self.peers is not None:
             self.peers.raise_end()
 
-    def any(self, value: bool) -> bool:
+    def any_process(self, value: bool) -> bool:
         """Whether a flag is true on any process. Every process must call it."""
         return any(self.all_gather(value))
 

@@ -94,7 +94,7 @@ def check_groups(stage: Stage, groups: SampledGroups, values: dict[str, Tensor] 
 def _check_signal(stage: Stage, batch: PromptBatch, values: dict[str, Tensor], reward: Tensor) -> list[CheckResult]:
     """Check that complete groups have signal, given the values of their rows by reward, and their weighted sum (P, G)."""
     args, results, method = stage.args, [], stage.groups.method
-    if args.objective.needs.rows == "all":  # other objectives choose the best of a group, or the best and the worst
+    if args.objective.needs.selection == "all":  # other objectives choose the best of a group, or the best and the worst
         results.append(group_size(args.images_per_prompt))
     compared, _ = stage.groups.compared_rewards(batch, values)
     has_signal = advantages.has_signal(compared, batch.group, method)

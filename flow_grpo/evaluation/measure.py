@@ -33,7 +33,7 @@ IMAGES_PER_BATCH = 64  # of an image set that are scored together; more if one p
 Progress = Callable[[Target, int, int], None]
 
 
-def requests(prompts: PromptSet, seeds: int) -> ImageRecords:
+def images_to_generate(prompts: PromptSet, seeds: int) -> ImageRecords:
     """`seeds` images of each prompt for models to generate; the first is that of training's evaluations."""
     numbers: list[int | None] = [image_seed(SEED, i, n) for i in range(len(prompts)) for n in range(seeds)]
     batch = prompts.repeat(seeds)
@@ -61,7 +61,7 @@ def rows_to_generate(
                 "there are no prompts to measure on: give --prompts, or set evaluation.prompts in the config."
             )
         known = load_run_prompts(settings.prompts).head(settings.max_prompts)
-    return requests(known, seeds).head(limit)
+    return images_to_generate(known, seeds).head(limit)
 
 
 def measure(

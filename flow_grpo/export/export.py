@@ -39,7 +39,7 @@ from flow_grpo.policy import comfyui, hub, lora_file
 from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.families import lora_header
 from flow_grpo.policy.loading import layer_shapes
-from flow_grpo.policy.lora import FIRST
+from flow_grpo.policy.lora import TRANSFORMER
 from flow_grpo.policy.lora_file import LoraLayer
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, check_links
@@ -49,7 +49,7 @@ from flow_grpo.tracking.tracker import plot_curves
 RESULT = "export"
 Format = Literal["diffusers", "peft", "comfyui"]
 EXAMPLES = 4  # prompts in the header
-EXPERTS = {FIRST: "high_noise", "transformer_2": "low_noise"}  # of Wan 2.2, whose files people know by these names
+EXPERTS = {TRANSFORMER: "high_noise", "transformer_2": "low_noise"}  # of Wan 2.2, whose files people know by these names
 
 
 def export(
@@ -292,11 +292,13 @@ def write_lora(
     Raises:
         FlowGRPOError: there is no LoRA, its values are not finite, or the format can't hold it.
     """
-    files = {FIRST: next((source / name for name in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / name).is_file()), None)}
+    files = {
+        TRANSFORMER: next((source / name for name in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / name).is_file()), None)
+    }
     files |= {
         file.stem.removeprefix(f"{Path(hub.WEIGHTS).stem}_"): file for file in sorted(source.glob(hub.expert_weights("*")))
     }
-    if files[FIRST] is None:
+    if files[TRANSFORMER] is None:
         raise FlowGRPOError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
     if form == "peft" and len(files) > 1:
         raise FlowGRPOError(
@@ -344,7 +346,7 @@ def write_whole(source: Path, folder: Path, args: FlowGRPOConfig, run: RunReader
         seal_safetensors(target)
 
 
-def comfyui_names(model: str, component: str = FIRST) -> comfyui.Names:
+def comfyui_names(model: str, component: str = TRANSFORMER) -> comfyui.Names:
     """The names of a model's layers in ComfyUI. FlowGRPOError if they are not known."""
     transformer = hub.component_class(model, component)
     if transformer is None:

@@ -131,11 +131,11 @@ def copy_to_cpu(structure: Any) -> Any:
         parts = torch.cat(flat).cpu().split([len(part) for part in flat])
         copies = {id(tensor): part for tensor, part in zip(on_device, parts, strict=True)}
 
-    def copy(tensor: Tensor) -> Tensor:  # with storage of its own: torch.save writes the whole storage of a view
+    def own_copy(tensor: Tensor) -> Tensor:  # with storage of its own: torch.save writes the whole storage of a view
         part = copies.get(id(tensor))
         return tensor.clone() if part is None else part.clone().view(tensor.dtype).view(tensor.shape)
 
-    return _map_tensors(structure, copy)
+    return _map_tensors(structure, own_copy)
 
 
 def _map_tensors(structure: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -180,7 +180,7 @@ class Conditioning:
         return torch.stack(means)[self.prompt_index]
 
 
-def conditioning(
+def build_conditioning(
     prompts: list[str], outputs: dict[str, EncoderOutputs], axes: dict[int, list[Any]], encode_separately: bool
 ) -> Conditioning:
     """The conditioning of B prompts.
@@ -346,7 +346,7 @@ class PromptEncoder:
             for prompt, outputs in zip(missing, copies, strict=True):
                 self.cache.put(prompt, outputs)
         on_device = {prompt: to_device(outputs, self.device) for prompt, outputs in outputs_of.items()}
-        return conditioning(prompts, on_device, axes, self.family.encode_separately)
+        return build_conditioning(prompts, on_device, axes, self.family.encode_separately)
 
     @contextmanager
     def encoders_on_device(self) -> Iterator[None]:

@@ -26,7 +26,7 @@ from flow_grpo.policy.lora_file import LoraFile, LoraLayer
 from flow_grpo.progress import tell
 from flow_grpo.text import gigabytes
 
-FIRST = "transformer"  # the component that holds the LoRA; of several, the first
+TRANSFORMER = "transformer"  # the component that holds the LoRA; of several, the first
 TRAINED = "default"  # the trained adapter; others are copies of it
 
 
@@ -217,7 +217,7 @@ class Lora:
         """
         with torch.device("cpu"):  # not on the meta device of `plan`
             found = lora_file.read(lora_file.find_file(source, file), name or source)
-            layers = {FIRST: self._place(found, FIRST)}
+            layers = {TRANSFORMER: self._place(found, TRANSFORMER)}
             for expert in self.experts:  # where its file is missing it gets a LoRA that changes nothing
                 of_expert = expert_lora(source, expert)
                 layers[expert] = self._place(lora_file.read(of_expert), expert) if of_expert else {}
@@ -225,7 +225,7 @@ class Lora:
             self.remove(adapter)
         with quietly():  # peft warns of an adapter that was taken off
             for component, own in layers.items():
-                self._attach(component, own or {name: _zero(layer) for name, layer in layers[FIRST].items()}, adapter)
+                self._attach(component, own or {name: _zero(layer) for name, layer in layers[TRANSFORMER].items()}, adapter)
         self._make_trainable()
         if adapter != TRAINED:
             self._activate(TRAINED)
@@ -285,8 +285,8 @@ class Lora:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / (PEFT_WEIGHTS if self.prefix_in_files == lora_file.PEFT_PREFIX else WEIGHTS)
         header = lora_header(type(self.pipe).__name__)
-        for component in (FIRST, *self.experts):
-            of_component = file if component == FIRST else folder / expert_weights(component)
+        for component in (TRANSFORMER, *self.experts):
+            of_component = file if component == TRANSFORMER else folder / expert_weights(component)
             transformer = getattr(self.pipe, component)
             config = transformer.peft_config[TRAINED].to_dict()
             lora_file.write(of_component, _layers(transformer), self.prefix_in_files, header, config)

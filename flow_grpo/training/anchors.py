@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flow_grpo import objectives, sde
 from flow_grpo.config.objective import NamedAnchor, Objective, decay_at
-from flow_grpo.data.prompts import SET
+from flow_grpo.data.prompts import SET_COLUMN
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.loading import check_guidance
 from flow_grpo.policy.pipeline import FlowPipeline
@@ -41,7 +41,7 @@ class Anchors:
         self.kl, self.anchors, self.references = objective.kl, objective.named_anchors, objective.references
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # one for each
         self._guided_conditioning: dict[float, Conditioning] = {}
-        sets = [row.get(SET) for row in experience.batch.metadata]
+        sets = [row.get(SET_COLUMN) for row in experience.batch.metadata]
         named = {anchor.config.prompts for anchor in self.anchors} - {None}
         self._of_set = {name: torch.tensor([float(of_row == name) for of_row in sets]) for name in named}
 

@@ -14,7 +14,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.scoring import COLUMN
+from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.training.losses import load_custom_function
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 
@@ -89,7 +89,7 @@ class GroupAdvantages:
             )
         if self._trains_on_zero_std_groups:
             has_loss = scored
-        elif self.args.objective.needs.rows != "all":  # images are selected of groups in which the sum differs
+        elif self.args.objective.needs.selection != "all":  # images are selected of groups in which the sum differs
             has_loss = informative
         return Comparison(advantage, scored, informative, has_loss, metrics)
 
@@ -196,7 +196,7 @@ def reward_metrics(batch: PromptBatch, scores: Scores, informative: Bool[Tensor,
         sets = {name: reward[rows & scored] for name, rows in rows_by_set(batch.metadata).items()}
         metrics |= {f"reward/{name}": values.mean().item() for name, values in sets.items() if len(values)}
         means = {f"rewards/{name}/mean": v[scored].nanmean().item() for name, v in scores.by_name.items()}
-        some_name_rewards = any(row.get(COLUMN) is not None for row in batch.metadata)
+        some_name_rewards = any(row.get(REWARDS_COLUMN) is not None for row in batch.metadata)
         # without a reward that no set of this step names
         metrics |= {name: mean for name, mean in means.items() if not (some_name_rewards and math.isnan(mean))}
     return metrics
@@ -208,7 +208,7 @@ def experience_of(
     scores: Scores,
     compared: Comparison,
     *,
-    rows_of: str,
+    selection: str,
     updates: int,
     processes: Processes,
 ) -> Experience:
@@ -217,10 +217,10 @@ def experience_of(
     Args:
         batch, scores, compared: of all processes.
         trajectory: of this process.
-        rows_of: the images of a group that are trained on, as of `Needs.rows`.
+        selection: the images of a group that are trained on, as of `Needs.selection`.
         updates: of the step.
     """
-    rows, rows_per_group = select_rows(rows_of, scores.total, batch.group, compared.has_loss)
+    rows, rows_per_group = select_rows(selection, scores.total, batch.group, compared.has_loss)
     is_local, states = processes.owns(batch.group, updates), trajectory.gradient_states
     weights = compared.gradient_weights
     return Experience(

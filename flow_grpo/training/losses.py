@@ -69,7 +69,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
     return called
 
 
-def check_options(objective: Objective) -> None:
+def check_custom_options(objective: Objective) -> None:
     """Check that the user's objective takes its options. FlowGRPOError if not."""
     function = load_custom_function("objective", objective.name)
     if function is None or not isinstance(objective, OwnFunction):

@@ -13,7 +13,7 @@ from flow_grpo.config.objective import Mend, Opsd, RewardGradient, TrainedState
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.scoring import COLUMN
+from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_sum
 
@@ -101,7 +101,7 @@ class EndpointGradients:
             gradient, named = torch.zeros_like(images), is_named[rows].nonzero()[:, 0]
             if len(named):
                 part = batch.take(rows[named])
-                columns = {key: values for key, values in part.columns().items() if key != COLUMN}
+                columns = {key: values for key, values in part.columns().items() if key != REWARDS_COLUMN}
                 found = reward.gradients(images[named.to(images.device)], part.prompts, rho, **columns)[name]
                 gradient[named.to(images.device)] = found.gradient.to(gradient)
                 if found.fall is not None:

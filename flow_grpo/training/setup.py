@@ -233,7 +233,7 @@ class RunParts:
     Attributes:
         eval_rewards: all rewards that are measured; those that are not trained on have weight 0.
         rewards: the trained ones.
-        found: what the checks of the run's start found, by their names.
+        start_checks: what the checks of the run's start found, by their names.
         inputs: digests of what the run depends on besides its settings.
     """
 
@@ -245,7 +245,7 @@ class RunParts:
     prompt_sampler: PromptSampler
     eval_rewards: WeightedSum
     rewards: WeightedSum
-    found: dict[str, list[str]]
+    start_checks: dict[str, list[str]]
     inputs: dict[str, str]
 
 
@@ -319,7 +319,7 @@ def _build_run(
         prompt_sampler=sampler_of(train_set, args.seed),
         eval_rewards=eval_rewards,
         rewards=rewards,
-        found=found,
+        start_checks=found,
         inputs=inputs,
     )
 

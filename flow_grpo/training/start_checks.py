@@ -26,7 +26,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
-from flow_grpo.training.losses import check_options, load_custom_function
+from flow_grpo.training.losses import check_custom_options, load_custom_function
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
 
 FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
@@ -122,7 +122,7 @@ def custom_functions(start: Start) -> list[str]:
     """Are the user's objectives and advantages there, and do they have the options that are given?"""
     load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
     for stage in start.stages:
-        check_options(stage.objective)
+        check_custom_options(stage.objective)
         load_custom_function("advantage", stage.objective.advantage)
     return []
 

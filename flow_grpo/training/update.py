@@ -168,7 +168,7 @@ class PolicyUpdate:
             batch_loss, totals = self._batch_loss(experience, step), LossMetrics()
             minibatches = self._minibatches(experience) * self.args.epochs
             for number, minibatch in enumerate(minibatches, self._steps_before(step) + 1):
-                if self.processes.any(len(minibatch.rows) > 0):  # else there is nothing to learn from
+                if self.processes.any_process(len(minibatch.rows) > 0):  # else there is nothing to learn from
                     self._compute_gradients(batch_loss, minibatch, totals)
                     totals.numbers.update(self._optimizer_step(step, number, totals))
             experience.trajectory.graphs.clear()  # of micro-batches without signal

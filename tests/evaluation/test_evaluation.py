@@ -71,7 +71,9 @@ def drawn(run):
     targets = resolve_targets([str(word) for word in words], TargetOptions())
     fewer = targets[2].args.evaluation.model_copy(update={"steps": 1})
     targets[2] = replace(targets[2], args=targets[2].args.model_copy(update={"evaluation": fewer}))
-    return targets, list(measure.measure(targets, measure.requests(PromptSet(SIGNS, [{}, {}]), 2), KIT, total=True))
+    return targets, list(
+        measure.measure(targets, measure.images_to_generate(PromptSet(SIGNS, [{}, {}]), 2), KIT, total=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def test_a_pair_reward_is_the_win_rate_over_the_base_model_and_a_group_reward_se
     """Of a LoRA and its base model, whose images of one prompt and seed are compared."""
     kit = rewards.WeightedSum({"brighter": brighter, "spread": spread}, {"brighter": 1.0, "spread": 1.0})
     targets = resolve_targets([str(run)], TargetOptions())
-    rows = measure.requests(PromptSet(SIGNS, [{}, {}]), 3)
+    rows = measure.images_to_generate(PromptSet(SIGNS, [{}, {}]), 3)
     base_values, values = (result.values for result in measure.measure(targets, rows, kit, total=True, steps=1))
     policy = tiny_policy()
     base = generate_images(policy, rows.prompts, rows.seeds, 1)
@@ -429,7 +431,7 @@ def test_diversity_is_the_mean_over_a_prompts_pairs():
 
 def test_single_images_get_a_second_one_for_diversity_that_counts_for_nothing_else():
     targets = resolve_targets(["tiny_ocr"], TargetOptions(overrides=["evaluation.steps=1", "dtype=fp32"]))
-    rows = measure.requests(PromptSet(SIGNS, [{}, {}]), 1)
+    rows = measure.images_to_generate(PromptSet(SIGNS, [{}, {}]), 1)
     (result,) = measure.measure(targets, rows, KIT, total=False)
     assert len(result.values["brightness"]) == 2
     assert min(result.values[DIVERSITY]) > 0.01

@@ -8,8 +8,8 @@ from flow_grpo.policy.encoding import (
     CUMULATIVE,
     LIST,
     SHARED,
+    build_conditioning,
     collate,
-    conditioning,
     copy_to_cpu,
     infer_batch_axes,
     merge_axes,
@@ -60,12 +60,12 @@ def test_a_mask_that_only_some_prompts_need_is_known_from_those():
 def test_rows_of_one_shape_share_a_call_and_others_do_not():
     axes = {0: [infer_batch_axes(encoded([5]), encoded([5, 5]))]}
     recordings = {"a": [("encode", encoded([5]))], "b": [("encode", encoded([5], seed=9))], "c": [("encode", encoded([6]))]}
-    made = conditioning(["c", "a", "b", "c"], recordings, axes, encode_separately=False)
+    made = build_conditioning(["c", "a", "b", "c"], recordings, axes, encode_separately=False)
     assert made.call_group[0] == made.call_group[3] != made.call_group[1] == made.call_group[2]
     prompts, taken = made.select(torch.tensor([1, 2, 1]))
     assert prompts == ["a", "b", "a"]
     assert same(taken[0][1][0], torch.cat([recordings[name][0][1][0] for name in "aba"]))
-    assert len(conditioning(["a", "b"], recordings, axes, encode_separately=True).call_group.unique()) == 2
+    assert len(build_conditioning(["a", "b"], recordings, axes, encode_separately=True).call_group.unique()) == 2
     torch.testing.assert_close(made.pooled()[0], recordings["c"][0][1][0][0].mean(0))
 
 

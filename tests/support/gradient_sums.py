@@ -26,7 +26,7 @@ def add_up_gradients() -> None:
     assert other.grad is not None
     assert other.grad.tolist() == [[1, 1], [1, 1]]
     assert processes.all_gather(processes.rank) == [0, 1]
-    assert processes.any(processes.rank == 1)
+    assert processes.any_process(processes.rank == 1)
     assert processes.gather_on_main(processes.rank) == ([0, 1] if processes.is_main else [])
     with pytest.raises(ValueError, match="no number"):
         processes.gather_or_raise(lambda: no_number() if processes.rank else 0)
