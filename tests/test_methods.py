@@ -257,8 +257,8 @@ def transition(x, v, sigma, sigma_next, noise_level, sigma_max):
     return sde.cps(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
 
-def advantage(reward, group, size, eps):
-    return advantages.rloo(reward, group, size, eps)
+def advantage(reward, group, size):
+    return advantages.rloo(reward, group, size)
 
 
 advantages.ADVANTAGES["new"] = advantages.AdvantageMethod(advantage)
