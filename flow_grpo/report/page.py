@@ -226,11 +226,8 @@ def _tied(rows: list[dict[str, Any]], values: list[float]) -> str:
     """The number of prompts that share the last row's reward, if not all of them are shown; else empty."""
     reward = rows[-1]["now"]
     count, shown = sum(value == reward for value in values), sum(row["now"] == reward for row in rows)
-    return (
-        f"{count} prompts have {number(reward)}; {shown} of them {'is' if shown == 1 else 'are'} shown"
-        if count > shown
-        else ""
-    )
+    verb = "is" if shown == 1 else "are"
+    return f"{count} prompts have {number(reward)}; {shown} of them {verb} shown" if count > shown else ""
 
 
 def data_uri(file: Path) -> str | None:
