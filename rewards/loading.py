@@ -55,8 +55,7 @@ def load(
     name: str,
     *,
     remote: str | list[str] | None = None,
-    isolate: bool = False,
-    python: str | None = None,
+    isolate: bool | str = False,
     frames: Frames | None = None,
     **options: Any,
 ) -> Reward:
@@ -66,8 +65,7 @@ def load(
 
     Args:
         remote: URL of a reward server, or several; the options are then those of the client, `rewards.serving.client.Remote`.
-        isolate: run the reward in a subprocess; the option `timeout` is then that of `rewards.serving.subprocess.Isolated`.
-        python: with isolate, the Python interpreter of the subprocess.
+        isolate: run the reward in a subprocess, or in one with the Python interpreter of this path.
         frames: of a video, those that the reward sees, see `rewards.scopes`; by default its own attribute `frames`.
 
     Raises:
@@ -75,8 +73,8 @@ def load(
     """
     if remote is not None and isolate:
         raise FlowGRPOError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
-    if python is not None and not isolate:
-        raise FlowGRPOError(f"reward {name}: `python` is for a reward in a process of its own: give isolate=true as well.")
+    if "python" in options:  # of 0.4
+        raise FlowGRPOError(f"reward {name}: an interpreter is a value of isolate: give isolate={options['python']}.")
     if remote is not None:
         client = _built(f"reward {name}", "remote", {"urls": remote, "reward": name, **options})
         return with_frames(name, client, frames)
@@ -85,8 +83,7 @@ def load(
     if isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
-        timeout_option = {"timeout": options.pop("timeout")} if "timeout" in options else {}
-        return with_frames(name, Isolated(name, options, python, **timeout_option), frames)
+        return with_frames(name, Isolated(name, options, None if isolate is True else isolate), frames)
     reward = _built(f"reward {name}", name, options)
     return reward if frames is None else Framed(reward, frames)
 
@@ -112,13 +109,13 @@ def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
     return client
 
 
-def reads_prompts(name: str, remote: str | list[str] | None = None, python: str | None = None, **options: Any) -> bool:
+def reads_prompts(name: str, remote: str | list[str] | None = None, isolate: bool | str = False, **options: Any) -> bool:
     """Whether a reward, given the options of `load`, needs prompts; its attribute `reads_prompts = False` says that it does not.
 
     A remote reward is always given prompts, since only its server knows, and so is one of the user's in another environment, since it
     need not be importable here. FlowGRPOError as in `load`.
     """
-    elsewhere = remote is not None or (python is not None and name not in REGISTRY)
+    elsewhere = remote is not None or (isinstance(isolate, str) and name not in REGISTRY)
     return elsewhere or getattr(locate("reward", name, REGISTRY), "reads_prompts", True)
 
 

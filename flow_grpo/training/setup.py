@@ -29,7 +29,7 @@ from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import REGISTRY, Reward, WeightedSum
-from flow_grpo.rewards.loading import import_path, with_frames
+from flow_grpo.rewards.loading import import_path
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.text import counted, suggest
 from flow_grpo.training.anchors import add_references
@@ -46,12 +46,8 @@ WEIGHTS = (".safetensors", ".bin", ".json")  # of a folder, the files that count
 
 def load_reward(name: str, setting: RewardConfig) -> Reward:
     """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
-    if setting.isolate:
-        from flow_grpo.rewards.serving.subprocess import Isolated
-
-        python = None if setting.isolate is True else setting.isolate
-        return with_frames(name, Isolated(name, setting.options, python), setting.frames)
-    return reward_kit.load(name, **{"remote": setting.remote, "frames": setting.frames, **setting.options})
+    where = {"remote": setting.remote, "isolate": setting.isolate, "frames": setting.frames}
+    return reward_kit.load(name, **{**where, **setting.options})
 
 
 def reason_not_to_call(name: str, reward: Reward) -> str | None:

@@ -92,7 +92,7 @@ def test_a_reward_that_reads_no_prompt_scores_images_without_one(folder):
     assert [name for name in promptless if rewards.reads_prompts(name)] == []
     assert rewards.reads_prompts("ocr")
     assert rewards.reads_prompts(f"{OWN}:brightness"), "nobody has said otherwise"
-    elsewhere = {"isolate": True, "python": "/other/bin/python"}
+    elsewhere = {"isolate": "/other/bin/python"}
     assert rewards.reads_prompts("only_installed_there:reward", **elsewhere), "it is not imported here"
     assert not rewards.reads_prompts("jpeg_size", **elsewhere)
 

@@ -726,7 +726,7 @@ def test_the_command_line_scores_by_a_reward_that_runs_elsewhere(pair, tmp_path)
     scores = [row["slow"] for row in json.loads((tmp_path / "scores.json").read_text())]
     assert scores == pytest.approx(pictures(2).mean((1, 2, 3)).tolist(), abs=1e-2)
     assert "timeot" in run("score", "grid.png", "--reward", word.replace("batch_size", "timeot"), cwd=tmp_path, code=2)
-    assert "give isolate=true" in run("score", "grid.png", "--reward", "ocr={python: /bin/true}", cwd=tmp_path, code=2)
+    assert "give isolate=/bin/true" in run("score", "grid.png", "--reward", "ocr={python: /bin/true}", cwd=tmp_path, code=2)
 
 
 def test_a_server_ends_at_sigterm_though_its_reward_hangs(tmp_path):
@@ -883,7 +883,8 @@ def test_a_python_without_this_package_runs_a_reward(tmp_path):
     file = tmp_path / "python"
     file.write_text(f'#!/bin/sh\nunset PYTHONPATH\ncd /\nexec {sys.executable} "$@"\n')
     file.chmod(0o755)
-    isolated = Isolated("jpeg_size", python=str(file))
+    isolated = rewards.load("jpeg_size", isolate=str(file))
+    assert isolated.python == str(file)
     assert isolated(pictures(1), ["a"]).tolist() == rewards.load("jpeg_size")(pictures(1), ["a"]).tolist()
 
 
@@ -957,7 +958,7 @@ def test_where_a_reward_runs_is_one_place():
             FlowGRPOConfig.from_yaml("tiny_ocr", [f"rewards={{ocr: {setting}}}"])
     with pytest.raises(ValueError, match="either remote or isolated"):
         rewards.load("ocr", remote="http://x", isolate=True)
-    with pytest.raises(ValueError, match="give isolate=true as well"):
+    with pytest.raises(ValueError, match="an interpreter is a value of isolate: give isolate=/usr/bin/python3"):
         rewards.load("ocr", python="/usr/bin/python3")
 
 
