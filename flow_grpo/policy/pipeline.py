@@ -57,6 +57,7 @@ class FlowPipeline:
         supports_images_per_row: whether a call can have rows with different images; None until that was tried.
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
         timestep_copies: how often such a call is given them: twice where the pipeline doubles the rows for guidance, but not a timestep.
+        own_call: the arguments of every pipeline call that were given.
         synced_call_count: given how many calls this process needs, how many all processes make.
     """
 
@@ -75,6 +76,7 @@ class FlowPipeline:
         check_flow(pipe, self._arguments)
         check_call(name, self.family, self._arguments, call)
         self.pipe, self.dtype, self.device, self.guidance = pipe, dtype, pipe.transformer.device, guidance
+        self.own_call = call
         defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
         arguments = {**defaults, **self._guidance_argument(guidance), **call}
         self.probe_prompts = probe_prompts(name, arguments)

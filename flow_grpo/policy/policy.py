@@ -114,10 +114,9 @@ class Policy(FlowPipeline):
         if guidance is None or guidance == self.guidance:
             return self
         if guidance not in self._guided:
-            defaults, scale = self.family.call_kwargs, self.family.guidance
-            call = {k: v for k, v in self.call.items() if k != scale and not (k in defaults and defaults[k] == v)}
-            self._guided[guidance] = FlowPipeline(self.pipe, self.dtype, guidance, offload=self.encoder.offload, **call)
-        self._guided[guidance].synced_call_count = self.synced_call_count
+            offload = self.encoder.offload
+            self._guided[guidance] = FlowPipeline(self.pipe, self.dtype, guidance, offload=offload, **self.own_call)
+            self._guided[guidance].synced_call_count = self.synced_call_count
         return self._guided[guidance]
 
     def without_zero_lora(self) -> AbstractContextManager[None]:
@@ -237,7 +236,8 @@ class Policy(FlowPipeline):
         replicated = {parameter for name, parameter in transformer.named_parameters() if "lora_" in name}
         fully_shard_blocks(transformer, repeated_blocks(transformer, "memory.shard"), replicated, mesh)
         self.uses_fsdp, self.meter.counts_flops = True, False  # an extra call would have to run on every process
-        self.synced_call_count = lambda calls: max(processes.all_gather(calls))
+        for model in (self, *self._guided.values()):
+            model.synced_call_count = lambda calls: max(processes.all_gather(calls))
 
     def _probe_images(self, x: Tensor, timesteps: Tensor) -> None:
         """Find out whether rows with different images can share a call; prompts with images may come later, to some processes first."""
