@@ -308,29 +308,37 @@ class Processes:
             for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def local_microbatch(
-        self, prompts: int, images: int, microbatch: int, updates: int, pairs: bool = False, whole: str | None = None
-    ) -> int:
-        """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
 
-        Args:
-            whole: what needs all images of a prompt on one process; None if a group may be split.
+def shared_microbatch(
+    num_processes: int,
+    prompts: int,
+    images: int,
+    microbatch: int,
+    *,
+    updates: int,
+    pairs: bool = False,
+    whole: str | None = None,
+) -> int:
+    """The micro-batch of a process: the largest that divides its rows, at most `microbatch`, even for pairs of rows.
 
-        Raises:
-            FlowGRPOError: a step can't be shared evenly.
-        """
-        shares = updates * self.world_size
-        if self.world_size > 1 and prompts % shares and (whole or prompts % updates or prompts * images % shares):
-            why = f"{whole} needs all images of a prompt on one" if whole else f"neither are its {prompts * images} images"
-            raise FlowGRPOError(
-                f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {self.world_size}, and {why}: every "
-                "process takes an equal share of each update."
-            )
-        rows = prompts * images // self.world_size
-        fitting = [n for n in range(1, min(microbatch, rows) + 1) if rows % n == 0 and not (pairs and n % 2)]
-        if not fitting:
-            raise FlowGRPOError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
-        return fitting[-1]
+    Args:
+        whole: what needs all images of a prompt on one process; None if a group may be split.
+
+    Raises:
+        FlowGRPOError: a step can't be shared evenly.
+    """
+    shares = updates * num_processes
+    if num_processes > 1 and prompts % shares and (whole or prompts % updates or prompts * images % shares):
+        why = f"{whole} needs all images of a prompt on one" if whole else f"neither are its {prompts * images} images"
+        raise FlowGRPOError(
+            f"prompts_per_step={prompts} is not divisible by updates x processes = {updates} x {num_processes}, and {why}: every "
+            "process takes an equal share of each update."
+        )
+    rows = prompts * images // num_processes
+    fitting = [n for n in range(1, min(microbatch, rows) + 1) if rows % n == 0 and not (pairs and n % 2)]
+    if not fitting:
+        raise FlowGRPOError(f"dpo compares pairs of rows, but a process has {rows} of them: set other sizes of a step.")
+    return fitting[-1]
 
 
 def _place_in_group() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
 from flow_grpo.data.prompts import load_run_prompts
-from flow_grpo.distributed.processes import Processes
+from flow_grpo.distributed.processes import shared_microbatch
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
@@ -56,7 +56,9 @@ def fit_batch_sizes(args: FlowGRPOConfig, largest: int, num_processes: int) -> F
     if args.objective.needs.whole_groups or prompts % args.updates or prompts * args.images_per_prompt % share:
         prompts = -(-prompts // share) * share
     pairs = args.objective.needs.rows_per_pair == 2
-    microbatch = Processes(0, num_processes).local_microbatch(prompts, args.images_per_prompt, largest, args.updates, pairs)
+    microbatch = shared_microbatch(
+        num_processes, prompts, args.images_per_prompt, largest, updates=args.updates, pairs=pairs
+    )
     return args.model_copy(update={"prompts_per_step": prompts, "microbatch": microbatch})
 
 

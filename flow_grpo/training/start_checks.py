@@ -18,7 +18,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import ForwardProcess, Stepwise
 from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, syntax_warnings
 from flow_grpo.data.prompts import PromptSet, sampler_of
-from flow_grpo.distributed.processes import Processes
+from flow_grpo.distributed.processes import shared_microbatch
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.hub import resolve_lora
@@ -335,10 +335,11 @@ def local_microbatch(args: FlowGRPOConfig, num_processes: int, microbatch: int, 
     whole = [*([f"objective {args.objective.name}"] if needs.whole_groups else []), *(f"reward {name}" for name in compared)]
     if args.memory.shard and isinstance(args.objective, Stepwise) and args.objective.shared_initial_noise:
         whole.append("objective.shared_initial_noise with memory.shard")  # all processes must have as many shared starts
-    return Processes(0, num_processes).local_microbatch(
+    return shared_microbatch(
+        num_processes,
         args.prompts_per_step,
         args.images_per_prompt,
-        microbatch=microbatch,
+        microbatch,
         updates=args.updates,
         pairs=needs.rows_per_pair == 2,
         whole=next(iter(whole), None),

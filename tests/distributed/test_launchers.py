@@ -16,7 +16,7 @@ from torch.distributed import run as torchrun
 from flow_grpo.cli.app import app
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.launchers import VARIABLES, adopt, restarts
-from flow_grpo.distributed.processes import Processes
+from flow_grpo.distributed.processes import shared_microbatch
 
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OMPI = {
@@ -166,7 +166,7 @@ def test_the_pytorchjob_starts_ranks_on_both_nodes_by_the_operators_variables(mo
         train = typer.main.get_command(app).commands[command].make_context(command, more).params
         assert train["resume"] == "auto"
         args = FlowGRPOConfig.from_yaml(train["config"], train["overrides"])
-        Processes(0, nodes * int(processes)).local_microbatch(args.prompts_per_step, args.images_per_prompt, 1, 2)
+        shared_microbatch(nodes * int(processes), args.prompts_per_step, args.images_per_prompt, 1, updates=2)
         mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert "persistentVolumeClaim" in volumes[mounted[str(Path(args.output_dir).parent)]], "all pods write there"

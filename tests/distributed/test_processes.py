@@ -36,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSampler, load_prompts
 from flow_grpo.distributed.launchers import first_dead
-from flow_grpo.distributed.processes import Processes, _buckets
+from flow_grpo.distributed.processes import Processes, _buckets, shared_microbatch
 from flow_grpo.errors import PEER_LOST
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.opening import locked
@@ -257,10 +257,10 @@ def test_a_rank_that_the_run_does_not_have_is_refused_and_does_not_wait(monkeypa
 
 
 def test_a_process_takes_the_largest_micro_batch_that_divides_its_rows():
-    assert Processes(0, 2).local_microbatch(4, 3, 4, 1) == 3
-    assert Processes(0, 2).local_microbatch(4, 3, 4, 1, pairs=True) == 2
+    assert shared_microbatch(2, 4, 3, 4, updates=1) == 3
+    assert shared_microbatch(2, 4, 3, 4, updates=1, pairs=True) == 2
     with pytest.raises(ValueError, match="dpo compares pairs of rows, but a process has 3"):
-        Processes(0, 2).local_microbatch(2, 3, 4, 1, pairs=True)
+        shared_microbatch(2, 2, 3, 4, updates=1, pairs=True)
 
 
 def test_gradients_add_up_missing_ones_count_as_0_and_errors_are_shared():

@@ -5,7 +5,7 @@ import torch
 from support import small_policy as small
 from support.thread_processes import run_as_processes
 
-from flow_grpo.distributed.processes import Processes
+from flow_grpo.distributed.processes import Processes, shared_microbatch
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.training.start_checks import Start, local_microbatch, small_microbatches
 from flow_grpo.training.update import PolicyUpdate
@@ -43,7 +43,7 @@ def test_the_papers_step_gives_each_process_as_many_images_of_each_update(count)
     owner = Processes(0, count).owner(group, updates=2)
     for update in owner.split(24 * 24):
         assert update.bincount(minlength=count).tolist() == [24 * 24 // count] * count
-    assert Processes(0, count).local_microbatch(48, 24, 9, updates=2) == 9
+    assert shared_microbatch(count, 48, 24, 9, updates=2) == 9
 
 
 def test_groups_stay_whole_where_there_are_enough():
