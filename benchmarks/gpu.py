@@ -8,15 +8,20 @@ NAME is one of these; each takes at most ten minutes, and its tables are for doc
     paper         SD3.5-M at 512 px by the paper's recipe
     ours          SD3.5-M at 512 px, grpo and awm without guidance; attention, compile, checkpointing
     flux          FLUX.1-dev at 512 px with a LoRA
-    small_cards   SD3.5-M within 16 GB, FLUX.1-dev in nf4 within 24 GB
+    small_cards   SD3.5-M, FLUX.2-klein, Z-Image, FLUX.1-dev and Qwen-Image within 8, 12, 16 and 24 GB
     memory        each memory option, against what `flow-grpo plan` says
     waits         how often a training step waits for the GPU, and the ratio before the first update
+    rewards       `ours`, compiled, with PickScore's and HPSv3's shapes, OCR on the CPU, or a server that takes 0.2 s
+    gradients     the gradient of PickScore's shape: flowbp and mend, against what `flow-grpo plan` says
+    compile       the first step with an empty cache of torch's compiler, and in a second process with that cache
+    kernels       awm's rollout with cuDNN's attention and in float8, which the package does not use
 
 A row runs in a process of its own: a step to warm up, then two that are measured. The short rows come first; a row that
 the time does not suffice for, or whose package is missing, is named as skipped. A goal is in brackets beside its value. The exit
 status is 1 if a row failed; a missed goal is no failure. `--jobs 2` runs two rows at once, if the GPU's memory holds them: a row is
-measured while no other row, of this command or another, runs. `--small` tries a measurement out with small models, on a CPU
-too; its numbers mean nothing. The learning run, the spelling world at 256 px, is learning_256.py.
+measured while no other row, of this command or another, runs. `--keep FILE` writes each measured row to a JSON file, and the same
+command then measures only the others; take another file for another version of the package. `--small` tries a measurement out with
+small models, on a CPU too; its numbers mean nothing. The learning run, the spelling world at 256 px, is learning_256.py.
 
 Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
 hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW
@@ -50,7 +55,8 @@ SECONDS = 540  # for a command
 LONGEST = 300  # for a row
 # shared by the rows that get ready, and held by the one that is measured
 LOCK = Path(tempfile.gettempdir()) / "flow_grpo_gpu_benchmark.lock"
-FILES = 32e9  # bytes for a model's files, at most
+FILES = 45e9  # bytes for a model's files, at most
+CACHE = Path(tempfile.gettempdir()) / "flow_grpo_gpu_benchmark_compiled"
 PYTEST = ["-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-rs", "--durations=5", "tests/test_cuda.py"]
 
 
@@ -72,13 +78,16 @@ def run_tests() -> bool:
         return False
 
 
-def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: bool, jobs: int = 1) -> bool:
+def run_rows(
+    name: str, measurement: Measurement, rows: dict[str, Row], small: bool, jobs: int = 1, *, keep: Path | None = None
+) -> bool:
     """Print a table with a line for each row, in the order of their time. Whether none failed.
 
     Args:
         jobs: rows that are run at once, which wait for each other before they are measured.
+        keep: a JSON file of the rows that were measured, to which others are added.
     """
-    started, failed, notes = time.monotonic(), False, []
+    started, failed, notes, kept = time.monotonic(), False, [], Kept(keep, name, small)
     print(f"Goal: {measurement.goal}.\n")
     print(
         "| setting | " + " | ".join(measurement.columns) + " |\n" + "|---" * (len(measurement.columns) + 1) + "|", flush=True
@@ -86,6 +95,8 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
 
     def result_of(title: str) -> dict:
         row, remaining = rows[title], SECONDS - (time.monotonic() - started)
+        if title in kept.results:
+            return kept.results[title]
         if row.package and not importlib.util.find_spec(row.package):
             return {"skipped": f"{row.package} is not installed"}
         if remaining < row.seconds:
@@ -96,10 +107,34 @@ def run_rows(name: str, measurement: Measurement, rows: dict[str, Row], small: b
     with ThreadPoolExecutor(jobs) as pool:
         for title, result in zip(titles, pool.map(result_of, titles), strict=True):
             failed |= "failed" in result
+            kept.add(title, result)
             print(line(title, rows[title], result), flush=True)
             notes += [f"{title}: {note}" for note in result.get("notes", ())]
     print("\n".join(["", *(f"- {note}" for note in notes)]) if notes else "")
     return not failed
+
+
+class Kept:
+    """The measured rows of a measurement in a JSON file, of this machine's card and versions.
+
+    Attributes:
+        results: what `run_row` returned, by the row's name.
+    """
+
+    def __init__(self, file: Path | None, name: str, small: bool) -> None:
+        self.file = file
+        self.content = json.loads(file.read_text()) if file is not None and file.exists() else {}
+        self.results = self.content.setdefault(machine(small), {}).setdefault(name, {}) if file is not None else {}
+
+    def add(self, title: str, result: dict) -> None:
+        """Add the result of a row that was measured, and write the file."""
+        if self.file is None or "values" not in result or title in self.results:
+            return
+        note = f"measured on {time.strftime('%Y-%m-%d')}"
+        self.results[title] = {**result, "notes": [*result.get("notes", ()), note]}
+        part = self.file.with_suffix(".part")
+        part.write_text(json.dumps(self.content, indent=1))
+        part.replace(self.file)
 
 
 def has_gpu() -> bool:
@@ -166,7 +201,9 @@ def print_measured(name: str, title: str, small: bool) -> None:
     with tempfile.TemporaryDirectory(dir=fast_folder()) as folder, LOCK.open("w") as lock:
         row = MEASUREMENTS[name].rows[title]
         # before the imports, which take seconds of a core; what a row takes of a card is measured against what is in use before
-        fcntl.flock(lock, fcntl.LOCK_SH if row.card is None else fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX if row.is_alone else fcntl.LOCK_SH)
+        if row.cache is not None:
+            use_cache(row.cache, empty=row.cache == title)
         other_bytes = 0 if row.card is None else used_bytes()
         from gpu_step import measure
 
@@ -177,6 +214,18 @@ def print_measured(name: str, title: str, small: bool) -> None:
         print(json.dumps(measure(row, MEASUREMENTS[name].columns, folder, small, alone, other_bytes)))
 
 
+def use_cache(title: str, empty: bool) -> None:
+    """Let torch's compiler use the cache of the row with that title, emptied or as that row left it on this machine."""
+    folder = CACHE / title.replace(" ", "_")
+    if empty:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif not folder.is_dir():
+        sys.exit(f"there is no cache here: measure the row {title!r} first, without --keep if it was measured elsewhere.")
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    os.environ.pop("TRITON_CACHE_DIR", None)  # else that of all rows; by default it is within the other one
+
+
 def fast_folder() -> str | None:
     """A folder in the machine's memory for the files of a model, 24 GB of FLUX, where it has one that large."""
     memory = Path("/dev/shm")
@@ -185,11 +234,15 @@ def fast_folder() -> str | None:
 
 def heading(name: str, small: bool) -> str:
     """What was measured, on what."""
+    return f"## {name}\n\n`python benchmarks/gpu.py {name}` on {machine(small)}, {time.strftime('%Y-%m-%d')}."
+
+
+def machine(small: bool) -> str:
+    """The card and the versions, and whether models are small."""
     import torch
 
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-    versions = f"torch {torch.__version__}, diffusers {version('diffusers')}, {time.strftime('%Y-%m-%d')}"
-    return f"## {name}\n\n`python benchmarks/gpu.py {name}` on {card}, {versions}{', small models' if small else ''}."
+    return f"{card}, torch {torch.__version__}, diffusers {version('diffusers')}{', small models' if small else ''}"
 
 
 def main() -> None:
@@ -198,6 +251,7 @@ def main() -> None:
     parser.add_argument("row", nargs="*")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--keep", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
     if args.measure:
@@ -215,11 +269,11 @@ def main() -> None:
     }
     if not rows:
         sys.exit(f"no row has such a name; {args.name} has: {'; '.join(measurement.rows)}")
-    if args.jobs > 1 and any(row.card for row in rows.values()):
-        sys.exit(f"{args.name} measures the memory of the whole card: leave --jobs out.")
+    if args.jobs > 1 and any(row.is_alone for row in rows.values()):
+        sys.exit(f"{args.name} has rows beside which no other one may run: leave --jobs out.")
     if args.jobs > 1 and has_gpu():
         keep_peak_speed()
-    sys.exit(not run_rows(args.name, measurement, rows, args.small, args.jobs))
+    sys.exit(not run_rows(args.name, measurement, rows, args.small, args.jobs, keep=args.keep))
 
 
 if __name__ == "__main__":

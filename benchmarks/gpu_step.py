@@ -10,23 +10,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import gpu_kernels
 import torch
-from gpu_rows import ALWAYS, SHARES, SIZE, SMALL, Row
+from gpu_rewards import RowRewards, rewards_of
+from gpu_rows import ALWAYS, SIZE, SMALL, Row
 from random_models import build, save_configs
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.plan.estimate import CUDA_CONTEXT, ENCODING, StepEstimator
 from flow_grpo.policy.memory import apply_memory_settings, move_to_device
 from flow_grpo.policy.policy import Policy
+from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.trainer import FlowGRPOTrainer
 
 STEPS = 2  # measured ones, after one that compiles, and measures the device and the model
 GIB = 2**30
-
-
-def alternating(images: torch.Tensor, prompts: list[str]) -> list[float]:
-    """A reward that gives every image an advantage, so that all of them are trained on."""
-    return [float(number % 2) for number in range(len(prompts))]
 
 
 def measure(
@@ -35,26 +33,48 @@ def measure(
     """The values of the columns, and the lines of code that wait for the GPU, if that is asked for.
 
     Args:
-        folder: an empty one, for the model and the run.
+        folder: an empty one, for the models and the run.
         alone: waits until no other row runs. It is called after the first step, before those that are measured.
         other_bytes: bytes of the GPU that other programs take.
     """
-    trainer = trainer_of(row, folder, small, other_bytes)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with rewards_of(row.reward, row.trains_on_gradient, Path(folder), small, device) as rewards:
+        trainer = trainer_of(row, folder, small, rewards, other_bytes)
+        return measured(trainer, row, columns, alone, rewards.weight_bytes, other_bytes=other_bytes)
+
+
+def measured(
+    trainer: FlowGRPOTrainer,
+    row: Row,
+    columns: tuple[str, ...],
+    alone: Callable[[], None],
+    reward_bytes: float,
+    *,
+    other_bytes: int,
+) -> dict[str, Any]:
+    """What `measure` returns, of a trainer.
+
+    Args:
+        reward_bytes: of the rewards' weights, which `plan` does not count.
+    """
     device, args = trainer.policy.device, trainer.args
     values: dict[str, float] = {}
     locations: list[str] = []
     if "planned GB" in columns:  # not where it is not shown: to trace a large model takes time
-        plan = StepEstimator(args, device.type == "cuda").estimate(args.microbatch)
+        plan = StepEstimator(args, device.type == "cuda").estimate(args.microbatch, reward_bytes)
         steps_peak = plan.peak_without(ENCODING)  # prompts are encoded in the first step, which is not measured
         values["planned GB"] = (steps_peak - plan.persistent.get("CUDA", 0.0)) / 1e9
-    first = trainer.training_step()
+    if row.kernels:
+        values["latents changed by"] = gpu_kernels.use(row.kernels, trainer)
+    first = timed_step(trainer)
     empty_cache(device)
     alone()
     steps = [timed_step(trainer) for _ in range(STEPS)]
-    values |= {share: median(step.get(f"time/{share}", 0.0) / step["time/step"] for step in steps) for share in SHARES}
+    values |= {share: median(step.get(f"time/{share}", 0.0) / step["time/step"] for step in steps) for share in PHASES}
+    values["first step s"], values["later step s"] = first["time/step"], median(step["time/step"] for step in steps)
     values["images/s"] = median(step["images"] / step["time/step"] for step in steps)
     values["MFU"] = median(step["speed/mfu"] for step in steps)
-    values["ratio off 1"] = max(abs(step["ratio/first_update_max_deviation"]) for step in (first, *steps))
+    values["ratio off 1"] = max(abs(step.get("ratio/first_update_max_deviation", math.nan)) for step in (first, *steps))
     values["peak GB"] = max(step["memory/peak_gb"] for step in steps)
     values["reserved GB"] = max(step["reserved"] for step in steps) / 1e9
     values["planned / measured"] = values.get("planned GB", math.nan) / values["peak GB"]
@@ -66,20 +86,20 @@ def measure(
         locations = waits_of_step(trainer)
         values["waits"] = len(locations) if device.type == "cuda" else math.nan
     notes = [f"{count} x {location}" for location, count in Counter(locations).most_common()] + trainer.stage.warnings
-    return {"values": {name: values[name] for name in columns}, "notes": notes}
+    return {"values": {name: values.get(name, math.nan) for name in columns}, "notes": notes}
 
 
-def settings(row: Row, folder: str, small: bool) -> FlowGRPOConfig:
-    """The config of a row with the model in a folder, where its run is written too."""
-    overrides = [*ALWAYS, *SIZE[False], *row.overrides, *(SMALL + SIZE[True] if small else [])]
+def settings(row: Row, folder: str, small: bool, rewards: list[str] | None = None) -> FlowGRPOConfig:
+    """The config of a row with the model in a folder, where its run is written too, and with further overrides of its rewards."""
+    overrides = [*ALWAYS, *SIZE[False], *row.overrides, *(SMALL + SIZE[True] if small else []), *(rewards or [])]
     return FlowGRPOConfig.for_model(folder, [*overrides, f"output_dir={folder}/run"])
 
 
-def trainer_of(row: Row, folder: str, small: bool, other_bytes: int = 0) -> FlowGRPOTrainer:
+def trainer_of(row: Row, folder: str, small: bool, rewards: RowRewards, other_bytes: int) -> FlowGRPOTrainer:
     """A trainer of the row's model: built on the GPU, which takes seconds, or loaded from files, which quantises it."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pipe = build(row.model, small, device)
-    args, model = settings(row, folder, small), None
+    args, model = settings(row, folder, small, rewards.overrides), None
     if row.is_loaded:
         pipe.save_pretrained(folder)
     else:
@@ -90,7 +110,7 @@ def trainer_of(row: Row, folder: str, small: bool, other_bytes: int = 0) -> Flow
         empty_cache(torch.device(device))
         if row.card is not None:
             limit_memory(row.card, other_bytes)
-    return FlowGRPOTrainer(model, [alternating], args)
+    return FlowGRPOTrainer(model, rewards.functions, args)
 
 
 def policy_of(pipe: Any, args: FlowGRPOConfig, device: torch.device) -> Policy:

@@ -1,5 +1,7 @@
 """Pipelines of the real transformer and VAE shapes with random weights, and text encoders of the real widths with a layer or two."""
 
+import importlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +11,21 @@ import torch
 import transformers
 
 SD3 = {"sd35_medium": (24, 24, 13), "sd3_450m": (12, 16, 0)}  # layers, heads, and layers with two attentions
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+# by model in flow_grpo/plan/model_configs: changes of its text encoder's config, and of its transformer's where it is small
+PUBLISHED = {
+    # three of the layers' outputs are used, up to the 27th one
+    "flux2_klein": (
+        {"num_hidden_layers": 28, **ONE_HEAD},
+        {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 1},
+    ),
+    "qwen_image": ({"num_hidden_layers": 1}, {"num_layers": 1, "num_attention_heads": 1}),
+    "z_image": (
+        {"num_hidden_layers": 2, **ONE_HEAD},
+        {"n_layers": 1, "n_refiner_layers": 1, "dim": 128, "n_heads": 1, "n_kv_heads": 1},
+    ),
+}
+SMALL_VAE = {"block_out_channels": [32] * 4, "layers_per_block": 1, "base_dim": 8, "num_res_blocks": 1}
 
 
 @contextmanager
@@ -23,7 +40,9 @@ def building(device: str) -> Iterator[None]:
 
 
 def build(kind: str, small: bool, device: str = "cpu") -> diffusers.DiffusionPipeline:
-    """A pipeline of kind `flux_dev` or of `SD3`, its transformer and VAE on the device; `small` shrinks all of it."""
+    """A pipeline of kind `flux_dev`, of `SD3` or of `PUBLISHED`, its transformer and VAE on the device; `small` shrinks all of it."""
+    if kind in PUBLISHED:
+        return published(kind, small, device)
     from flow_grpo.tiny import pretrain
 
     clip, t5 = pretrain.clip_tokenizer(), pretrain.t5_tokenizer()
@@ -44,6 +63,31 @@ def build(kind: str, small: bool, device: str = "cpu") -> diffusers.DiffusionPip
     encoders = {"text_encoder": first, "text_encoder_2": second, "text_encoder_3": t5_text}
     tokenizers = {"tokenizer": clip, "tokenizer_2": clip, "tokenizer_3": t5}
     return diffusers.StableDiffusion3Pipeline(transformer, scheduler, vae, **encoders, **tokenizers)
+
+
+def published(kind: str, small: bool, device: str) -> diffusers.DiffusionPipeline:
+    """A pipeline of `PUBLISHED` by the package's copy of its config files, all of it on the device; `small` shrinks all of it."""
+    from flow_grpo.plan.meta_pipeline import FOLDER
+
+    folder, (thin, fewer) = FOLDER / kind, PUBLISHED[kind]
+    index = json.loads((folder / "model_index.json").read_text())
+    classes = {
+        name: getattr(importlib.import_module(one[0]), one[1]) for name, one in index.items() if isinstance(one, list)
+    }
+    parts = {name: classes[name].from_pretrained(folder / name) for name in ("tokenizer", "scheduler")}
+    text = transformers.AutoConfig.from_pretrained(folder / "text_encoder")
+    layer_types = ["full_attention"] * thin["num_hidden_layers"]
+    sizes = {"vocab_size": len(parts["tokenizer"]), "intermediate_size": 64, "layer_types": layer_types, **thin}
+    text.get_text_config().update(sizes)
+    if hasattr(text, "vision_config"):  # Qwen-Image's, which encodes no image here
+        text.vision_config.update({"depth": 1, "hidden_size": 64, "intermediate_size": 64})
+    with building(device):
+        parts["text_encoder"] = classes["text_encoder"](text)
+        for name, changes in (("transformer", fewer), ("vae", SMALL_VAE)):
+            config = classes[name].load_config(folder / name)
+            known = {key: value for key, value in changes.items() if small and key in config}
+            parts[name] = classes[name].from_config({**config, **known})
+    return getattr(diffusers, index["_class_name"])(**parts)
 
 
 def clip_widths(small: bool) -> tuple[int, int]:

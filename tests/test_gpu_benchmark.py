@@ -32,7 +32,11 @@ def test_each_row_is_a_valid_config_that_differs_from_the_others_of_its_table(sc
         for small in (False, True):
             configs = [settings(row, "a/folder", small) for row in measurement.rows.values()]
             assert all(args.prompts_per_step * args.images_per_prompt % args.microbatch == 0 for args in configs)
-        full = [settings(row, "a/folder", False).model_dump_json() for row in measurement.rows.values()]
+        rows = measurement.rows.items()
+        full = [
+            (settings(row, "a/folder", False).model_dump_json(), row.card, row.reward, row.kernels, row.cache == title)
+            for title, row in rows
+        ]
         assert len(set(full)) == len(full)
 
 
@@ -69,6 +73,46 @@ def test_a_row_trains_a_small_model_and_gives_each_column(script, tmp_path):
     assert values["values"]["ratio off 1"] == 0
     assert values["values"]["images/s"] > 0
     assert 0.5 < sum(values["values"][share] for share in rows.SHARES) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("rewards", "awm, hpsv3"),
+        ("gradients", "mend, LoRA"),
+        ("small_cards", "Z-Image, 24 GB"),
+        ("compile", "awm, not compiled"),
+        ("kernels", "cuDNN attention and float8"),
+    ],
+)
+def test_a_row_of_each_measurement_runs_small(script, tmp_path, name, title):
+    measurement = script("gpu_rows").MEASUREMENTS[name]
+    row = measurement.rows[title]
+    with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
+        values = script("gpu_step").measure(row, measurement.columns, str(tmp_path), True, alone=lambda: None)["values"]
+    assert list(values) == list(measurement.columns)
+    assert all(value == value for value in values.values())
+    assert values.get("reward", 1) > 0
+    assert 0 < values.get("latents changed by", 0.1) < 0.5
+
+
+def test_a_kept_row_is_not_measured_again(script, monkeypatch, tmp_path, capsys):
+    gpu, measured = script("gpu"), []
+    measurement = gpu.MEASUREMENTS["waits"]
+    rows = {title: measurement.rows[title] for title in ("plain", "checkpointing")}
+
+    def run_row(name, title, small, seconds):
+        measured.append(title)
+        return {"values": {"waits": 8.0}} if title == "plain" or len(measured) > 2 else {"failed": "memory ran out"}
+
+    monkeypatch.setattr(gpu, "run_row", run_row)
+    keep = tmp_path / "rows.json"
+    assert not gpu.run_rows("waits", measurement, rows, True, keep=keep)
+    assert gpu.run_rows("waits", measurement, rows, True, keep=keep)
+    assert measured == ["plain", "checkpointing", "checkpointing"]
+    assert capsys.readouterr().out.count("| plain | 8 |") == 2
+    gpu.run_rows("waits", measurement, {"plain": rows["plain"]}, False, keep=keep)
+    assert measured[3:] == ["plain"], "a row of small models is none of large ones"
 
 
 def test_a_row_that_fails_is_in_the_table_and_fails_the_command(script, monkeypatch, capsys):
