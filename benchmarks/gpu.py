@@ -23,9 +23,10 @@ measured while no other row, of this command or another, runs. `--keep FILE` wri
 command then measures only the others; take another file for another version of the package. `--small` tries a measurement out with
 small models, on a CPU too; its numbers mean nothing. The learning run, the spelling world at 256 px, is learning_256.py.
 
-Packages that a machine without network needs as wheels, if it has torch, transformers, accelerate, peft, jaxtyping, pytest and
-hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW
-bitsandbytes. The last command is for that machine; add to the others `--python-version` and `--platform` of it.
+Packages that a machine without network needs as wheels, if it has torch, torchvision, transformers, accelerate, peft, jaxtyping, pytest
+and hypothesis: diffusers, pydantic, pydantic-core, annotated-types, typing-inspection; for the quantised rows and the 8-bit AdamW
+bitsandbytes; for the rows of `rewards` with OCR rapidocr and for those with a server fastapi, uvicorn, httpx and typer, with what these
+need. The last command is for that machine; add to the others `--python-version` and `--platform` of it.
 
     python -m pip download --only-binary=:all: -d wheels pydantic
     python -m pip download --only-binary=:all: --no-deps -d wheels diffusers bitsandbytes

@@ -200,8 +200,9 @@ def _card_rows() -> dict[str, Row]:
 
 
 def _reward_rows() -> dict[str, Row]:
+    packages = {"ocr": "rapidocr", "remote": "uvicorn"}
     return {
-        f"{name}, {reward or 'none'}": Row([*base, COMPILED], reward=reward, seconds=150)
+        f"{name}, {reward or 'none'}": Row([*base, COMPILED], reward=reward, seconds=150, package=packages.get(reward or ""))
         for name, base in (("grpo", GRPO), ("awm", AWM))
         for reward in (None, "pickscore", "hpsv3", "ocr", "remote")
     }
