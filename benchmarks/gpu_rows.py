@@ -243,7 +243,7 @@ _CARDS: dict[str, dict[int, int]] = {
     "Z-Image nf4": {8: 1, 12: 2},
     "Z-Image": {16: 1, 24: 4},
     "FLUX nf4": {12: 1, 16: 4, 24: 8},
-    "Qwen-Image nf4": {24: 1},
+    "Qwen-Image nf4": {24: 2},
 }
 _WAITS = {
     **SPEED,
