@@ -218,7 +218,7 @@ def test_a_stage_leaves_out_what_its_objective_does_not_read_and_may_not_set_it(
     (_, first), (_, second) = FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format("")]).resolved_stages()
     assert not hasattr(first.objective, "clip_low")
     assert not hasattr(first.objective, "noise_level")
-    assert (second.objective.clip_low, second.objective.noise_level) == (1e-3, 0.5)
+    assert (second.objective.clip_low, second.objective.noise_level) == (1e-3, 0.7)
     with pytest.raises(ValueError, match="stage 1: objective nft does not use threshold; dppo does"):
         FlowGRPOConfig.from_yaml("tiny_grpo", [stages.format(", threshold: 2")])
 

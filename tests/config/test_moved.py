@@ -1,5 +1,7 @@
 """Settings of 0.4 that moved from `sampling` to the objective: files, overrides and run folders of 0.4 mean what they meant."""
 
+import json
+
 import pytest
 
 from flow_grpo.config.run_config import FlowGRPOConfig
@@ -50,10 +52,13 @@ def test_an_own_function_with_the_ode_was_of_final_latents():
 
 
 @pytest.mark.parametrize("value", ["transition=flow_sde", "transition=dance_sde", "noise_level=0.7", "window.size=3"])
-def test_an_override_by_the_former_name_counts_also_if_it_is_the_default(value):
-    overridden = [FlowGRPOConfig.from_yaml("tiny_grpo", [f"{section}.{value}"]) for section in ("sampling", "objective")]
+def test_an_override_by_the_former_name_counts_also_if_it_is_the_default(tmp_path, value):
+    file = tmp_path / "other.yaml"
+    objective = {"name": "grpo", "transition": "cps", "noise_level": 0.5, "window": {"schedule": "random", "size": 4}}
+    file.write_text(json.dumps({"prompts": "signs", "objective": objective}))
+    overridden = [FlowGRPOConfig.from_yaml(file, [f"{section}.{value}"]) for section in ("sampling", "objective")]
     assert overridden[0] == overridden[1]
-    assert overridden[0] != FlowGRPOConfig.from_yaml("tiny_grpo")
+    assert overridden[0] != FlowGRPOConfig.from_yaml(file)
 
 
 def test_a_part_of_a_window_is_merged_into_the_rest():
