@@ -124,7 +124,7 @@ def test_the_readme_is_short_and_has_the_two_commands():
     text = README.read_text()
     assert len(text.split()) <= 1000
     assert "pip install -e . && flow-grpo train\n" in text
-    assert "pip install -e '.[test]' && pytest -n 3 --dist loadfile\n" in text
+    assert "pip install -e '.[test]' && pytest -n 4 --dist loadfile\n" in text
 
 
 def test_the_readmes_python_runs(tmp_path):

@@ -41,7 +41,7 @@ def without_counting(monkeypatch):
     def built(*overrides):
         with monkeypatch.context() as patch:
             patch.setattr(ModelTrace, "_count", lambda *given: defaultdict(Mock))
-            patch.setattr(ModelTrace, "_count_velocity", lambda *given, **more: None)
+            patch.setattr(ModelTrace, "_forward_operations", lambda *given: 0.0)
             return traced(*overrides)
 
     return built
