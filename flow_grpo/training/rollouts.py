@@ -189,8 +189,9 @@ class ImageSampler:
             keep_graphs=keep_graphs,
         )
         first, parts = 0, list[Trajectory]()
+        count = len(start) if len(start) > self.microbatch else None  # of one micro-batch there is nothing to count
         name = f"step {step + 1}, sampling"
-        with self.policy.lora.use(objective.sampling_adapter), phase(name, len(start), "images") as sampled:
+        with self.policy.lora.use(objective.sampling_adapter), phase(name, count, "images") as sampled:
             if shared and window:  # the steps before the window are computed once for each group
                 first = window[0]
                 leaders, inverse = first_rows(batch.group)
