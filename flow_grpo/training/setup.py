@@ -33,6 +33,7 @@ from flow_grpo.rewards.loading import import_path
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.text import counted, suggest
 from flow_grpo.training.anchors import add_references
+from flow_grpo.training.losses import load_custom_function
 from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
@@ -271,6 +272,7 @@ def _build_run(
     train_dataset: Prompts | None,
     eval_dataset: Prompts | None,
 ) -> RunParts:
+    load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
     pipe = pipeline_of(model)
     model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
     prompts = model_args.training_prompts if train_dataset is None else train_dataset

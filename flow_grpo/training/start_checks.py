@@ -120,7 +120,6 @@ def device(start: Start) -> list[str]:
 
 def custom_functions(start: Start) -> list[str]:
     """Are the user's objectives and advantages there, and do they have the options that are given?"""
-    load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
     for stage in start.stages:
         check_custom_options(stage.objective)
         load_custom_function("advantage", stage.objective.advantage)
