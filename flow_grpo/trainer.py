@@ -141,7 +141,8 @@ class FlowGRPOTrainer:
         assert experience is not None
         metrics = self.stage.step_metrics(self.step, experience, metrics)
         self.state.step += 1
-        self.evaluator.record_groups(self.step, experience)
+        if self.step == 1 or self._evaluation_is_due:
+            self.evaluator.record_groups(self.step, experience)
         return metrics
 
     def experience(self) -> Experience:
@@ -232,9 +233,15 @@ class FlowGRPOTrainer:
         for sentence in sentences(self.start_checks):
             tracker.warn(0, sentence)
 
+    @property
+    def _evaluation_is_due(self) -> bool:
+        """Whether the present step is the first, the last, or one of every `evaluation.every`."""
+        every = self.args.evaluation.every
+        return self.step in (0, self.args.steps) or bool(every and self.step % every == 0)
+
     def _evaluate(self, tracker: Tracker, requested: bool = False) -> None:
         """Evaluate if it is due or requested, but not again what a resumed run has in its metrics."""
-        due = self.eval_set is not None and (requested or self.evaluator.is_due(self.step))
+        due = self.eval_set is not None and (requested or self._evaluation_is_due)
         if due and not self.processes.all_gather(tracker.has_evaluation(self.step))[0]:
             self.evaluator.evaluate_and_record(self.step, self.stage.microbatch, tracker, self.state.save_best_weights)
             self.state.report_warnings(tracker.warn)

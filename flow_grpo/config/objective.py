@@ -235,8 +235,10 @@ class Objective(ConfigSection):
     @property
     def named_anchors(self) -> list[NamedAnchor]:
         """All anchors with their names, that of `kl_weight` first."""
-        short = AnchorConfig(to="base", weight=self.kl_weight) if self.kl_weight else None
-        return name_anchors(self.anchors, [NamedAnchor(short, "kl", "base")] if short else [])
+        if not self.kl_weight:
+            return name_anchors(self.anchors)
+        short = AnchorConfig.model_construct(to="base", weight=self.kl_weight)  # the weight is checked already
+        return name_anchors(self.anchors, [NamedAnchor(short, "kl", "base")])
 
     @property
     def references(self) -> list[str]:

@@ -63,11 +63,6 @@ class Evaluator:
         """Keep the evaluations of the run from here on. On the main process."""
         self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
 
-    def is_due(self, step: int) -> bool:
-        """Whether this step is evaluated: the first, the last, and every `evaluation.every`."""
-        every = self.settings.every
-        return step in (0, self.last_step) or bool(every and step % every == 0)
-
     def evaluate(self, microbatch: int) -> Evaluation:
         """Generate the held-out images with the averaged weights, and measure them. Every process must call it."""
         settings = self.settings
@@ -104,12 +99,12 @@ class Evaluator:
                 tracker.warn(step, warning)
 
     def record_groups(self, step: int, experience: Experience) -> None:
-        """Keep some groups of the first training step and of those that are evaluated. Every process must call it.
+        """Keep some groups of a training step. Every process must call it.
 
         Each decodes its own images of these groups. There are none of given images, which have no rewards.
         """
         scores, batch = experience.scores, experience.batch
-        if scores is None or not (step == 1 or self.is_due(step)):
+        if scores is None:
             return
         parts = self.processes.all_gather((self.recorder is not None, batch.group, batch.image, scores.total))
         is_recorded, *of_rows = zip(*parts, strict=True)

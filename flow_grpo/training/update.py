@@ -60,7 +60,8 @@ class Optimizer:
         """Sum the gradients of all processes and clip them. Returns the norm before clipping, (), on the device, without a wait."""
         self.processes.all_reduce_gradients(self.parameters, self.is_sharded)
         self.scaler.unscale_(self.adamw)
-        return full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm))
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        return full_tensor(norm) if self.is_sharded else norm
 
     def step(self, lr: float, norm: float) -> None:
         """Update the weights and clear the gradients. If their norm is not finite, no weight is changed.
