@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from dev.tiny.pretrain import images_of
+from dev.tiny.world import parse
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.rewards.ocr import LINE_HEIGHT, OCR, _engine
-from flow_grpo.tiny.pretrain import images_of
-from flow_grpo.tiny.world import parse
 from flow_grpo.trainer import FlowGRPOTrainer
 
 ROUNDS, WARMUP, IMAGES = 8, 2, 64

@@ -30,8 +30,8 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
+from dev.tiny import pretrain, world
 from flow_grpo.rewards.hpsv3 import INSTRUCTION
-from flow_grpo.tiny import pretrain, world
 
 ROOT = Path(__file__).parent.parent
 SLOW = f"{Path(__file__).parent / 'alternating.py'}:slow"

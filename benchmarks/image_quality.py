@@ -19,11 +19,11 @@ import torch
 from PIL import Image, ImageFilter
 from shapes_sheet import images, policy
 
+from dev.tiny.pretrain_shapes import tensor_of
 from flow_grpo import FlowGRPOConfig, rewards
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import score
 from flow_grpo.rewards.images import to_pil
-from flow_grpo.tiny.pretrain_shapes import tensor_of
 
 REWARD = Path(__file__).parent / "brisque_reward.py"
 

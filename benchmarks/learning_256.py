@@ -36,13 +36,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]  # the package need not be installed
+from dev.tiny import pretrain, world  # noqa: E402
+from dev.tiny.pretraining_stage import PretrainingStage, StagePlan  # noqa: E402
 from flow_grpo.figures import new_figure, save_figure  # noqa: E402
 from flow_grpo.files import write_atomic  # noqa: E402
 from flow_grpo.policy.memory import compile_blocks  # noqa: E402
 from flow_grpo.run_folder import layout  # noqa: E402
 from flow_grpo.run_folder.reader import RunReader  # noqa: E402
-from flow_grpo.tiny import pretrain, world  # noqa: E402
-from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan  # noqa: E402
 
 SIZE = 256
 LAYERS, HEADS = 12, 8  # of 64 channels each

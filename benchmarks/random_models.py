@@ -43,7 +43,7 @@ def build(kind: str, small: bool, device: str = "cpu") -> diffusers.DiffusionPip
     """A pipeline of kind `flux_dev`, of `SD3` or of `PUBLISHED`, its transformer and VAE on the device; `small` shrinks all of it."""
     if kind in PUBLISHED:
         return published(kind, small, device)
-    from flow_grpo.tiny import pretrain
+    from dev.tiny import pretrain
 
     clip, t5 = pretrain.clip_tokenizer(), pretrain.t5_tokenizer()
     clip.model_max_length = 77  # to which prompts are padded, as the real one does

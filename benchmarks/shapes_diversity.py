@@ -22,6 +22,7 @@ from PIL import Image
 from shapes_sheet import policy
 from torch import Tensor
 
+from dev.tiny.pretrain_shapes import tensor_of
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
@@ -31,7 +32,6 @@ from flow_grpo.image_prompt import images_of
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import ExactShapes, find_shapes
-from flow_grpo.tiny.pretrain_shapes import tensor_of
 
 SEEDS = 20
 IMAGES = 4  # of each prompt, with runs

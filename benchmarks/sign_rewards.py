@@ -6,9 +6,9 @@ There a sign is one line, which is read without looking for lines: a thousandth 
 import torch
 import torch.nn.functional as F
 
+from dev.tiny import world
 from flow_grpo.rewards.ocr import OCR, ExactOCR
 from flow_grpo.rewards.pixels import Color
-from flow_grpo.tiny import world
 
 _ocr, _exact, _color = OCR(), ExactOCR(), Color()
 

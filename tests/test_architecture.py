@@ -51,18 +51,17 @@ MAY_IMPORT["plan"] = (
 )
 MAY_IMPORT["doctor"] = MAY_IMPORT["compare"] = TRAINER | {"trainer", "plan"}
 MAY_IMPORT["export"] = {"config", "data", "policy", "report", "run_folder", "tracking", "rewards", "evaluation"} | LEAVES
-MAY_IMPORT["tiny"] = {"config", "policy", "rewards", "files", "figures"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT}
 # Libraries that these packages alone may import.
 ONLY_IN = {
-    "diffusers": {"policy", "tiny", "plan"},
-    "transformers": {"policy", "plan", "tiny", "rewards"},
+    "diffusers": {"policy", "plan"},
+    "transformers": {"policy", "plan", "rewards"},
     "peft": {"policy"},
     "open_clip": {"rewards"},
-    "typer": {"cli", "tiny"},
+    "typer": {"cli"},
     "jinja2": {"report", "export", "rewards"},
     "scipy": {"evaluation"},
-    "logging": {"tracking", "policy", "distributed", "rewards", "tiny"},
+    "logging": {"tracking", "policy", "distributed", "rewards"},
 }
 
 
@@ -183,7 +182,7 @@ def depth(node: ast.AST) -> int:
 
 
 TESTS = sorted(
-    file for folder in ("tests", "tools", "benchmarks", "examples", "docs") for file in (ROOT / folder).rglob("*.py")
+    file for folder in ("tests", "tools", "benchmarks", "examples", "docs", "dev") for file in (ROOT / folder).rglob("*.py")
 )
 
 

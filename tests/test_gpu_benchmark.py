@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
+from dev.tiny import world
 from flow_grpo.run_folder.metrics_file import read_metrics
-from flow_grpo.tiny import world
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

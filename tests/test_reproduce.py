@@ -11,8 +11,8 @@ import pytest
 import torch
 from support.hub_server import local_hub, settings
 
+from dev.tiny import pretrain
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.tiny import pretrain
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "reproduce.py"
 WEIGHTS = {

@@ -18,6 +18,7 @@ from support import small_policy as small
 from support.embedded import short_run
 from support.run_contents import MEASURED
 
+from dev.tiny import pretrain
 from flow_grpo.advantages import group_advantages
 from flow_grpo.config.objective import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
@@ -27,7 +28,6 @@ from flow_grpo.policy import devices
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder import checkpoint
-from flow_grpo.tiny import pretrain
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import setup

@@ -9,11 +9,11 @@ from PIL import Image
 from support.cli_process import run
 from support.paths import ROOT, SAMPLE_REWARDS
 
+from dev.tiny import pretrain, world
 from flow_grpo import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.doctor.reward_probe import ORIGINAL, measure, perturbed
 from flow_grpo.evaluation.group_dependence import RewardInputs
-from flow_grpo.tiny import pretrain, world
 
 PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
 

@@ -11,10 +11,10 @@ from support.cli_process import run
 from support.embedded import short_run
 from support.reward_inputs import scored_unchanged
 
+from dev.tiny import pretrain, world
 from flow_grpo import rewards
 from flow_grpo.rewards.calls import copied
 from flow_grpo.rewards.images import to_pil
-from flow_grpo.tiny import pretrain, world
 from flow_grpo.training.losses import load_custom_function
 from flow_grpo.types import TrainedStep
 

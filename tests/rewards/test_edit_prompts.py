@@ -3,10 +3,10 @@
 import json
 import re
 
+from dev.edit_prompts import COUNTS, WORDS, write
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.image_prompt import images_of
-from flow_grpo.rewards.edit_prompts import COUNTS, WORDS, write
 
 
 def asked(prompts: list[str]) -> set[str]:

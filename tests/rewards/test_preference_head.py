@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from support.reward_inputs import scored_unchanged
 from typer.testing import CliRunner
 
+from dev.tiny import pretrain
 from flow_grpo import rewards
 from flow_grpo.cli import rewards as reward_cli
 from flow_grpo.data.votes import load_votes
 from flow_grpo.rewards import preference_head
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.preference_head import bradley_terry, features
-from flow_grpo.tiny import pretrain
 
 PROMPTS = [sign.prompt for sign in pretrain.held_out_signs(24)]
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from support.paths import SAMPLE_REWARDS, SUPPORT
 
+from dev.tiny import pretrain, world
 from flow_grpo import rewards
-from flow_grpo.tiny import pretrain, world
 
 CAT = 'red text "CAT" on a blue background'
 

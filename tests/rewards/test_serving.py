@@ -33,6 +33,7 @@ from support.paths import SAMPLE_REWARDS
 from support.reward_servers import Server, Stub, serving
 from support.run_contents import MEASURED
 
+from dev.tiny import pretrain, world
 from flow_grpo import FlowGRPOTrainer, rewards
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
@@ -44,7 +45,6 @@ from flow_grpo.rewards.serving.client import Remote, encode, png
 from flow_grpo.rewards.serving.retry import Client
 from flow_grpo.rewards.serving.server import RAW, Limits, application, bounded, checked, decode, serve
 from flow_grpo.rewards.serving.subprocess import Isolated
-from flow_grpo.tiny import pretrain, world
 from flow_grpo.tracking.tracker import read_metrics
 
 SAMPLES = SAMPLE_REWARDS

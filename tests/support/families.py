@@ -14,7 +14,7 @@ import torch
 import transformers as t
 from tokenizers.pre_tokenizers import ByteLevel
 
-from flow_grpo.tiny import pretrain
+from dev.tiny import pretrain
 
 WIDTH = 32
 CHAT = (

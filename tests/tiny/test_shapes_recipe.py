@@ -7,13 +7,13 @@ import pytest
 import torch
 from PIL import Image
 
+from dev.tiny import pretrain_shapes as pretrain
+from dev.tiny.pretrain_shapes import transformer_loss, velocity
+from dev.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import find_shapes
-from flow_grpo.tiny import pretrain_shapes as pretrain
-from flow_grpo.tiny.pretrain_shapes import transformer_loss, velocity
-from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan
 
 
 def test_each_word_of_a_prompt_is_one_token_and_every_prompt_fits():

@@ -10,12 +10,12 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipe
 from support.embedded import tiny_policy
 from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
+from dev.tiny import pretrain, pretraining_stage, world
 from flow_grpo import rewards
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.generate import evaluate
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards.clip import FOLDER as CLIP_FOLDER
-from flow_grpo.tiny import pretrain, pretraining_stage, world
 
 FOLDER = BUNDLED_MODELS["tiny"]
 

@@ -1,4 +1,4 @@
-"""The recipe of the embedded model of shapes: `python -m flow_grpo.tiny.pretrain_shapes`, resumable.
+"""The recipe of the embedded model of shapes: `python -m dev.tiny.pretrain_shapes`, resumable.
 
 Five stages, each from the result of the one before:
   vae        the autoencoder on random shapes, in more cells of an image than a scene has
@@ -33,11 +33,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, T5TokenizerFast
 
+from dev.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards import clip
 from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene, words
 from flow_grpo.rewards.shapes.rules import ExactShapes, Shapes
-from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
 
 TEXT_LENGTH = 16  # `add a yellow triangle left of the blue circle` is ten words; a mark begins each prompt
 TEXT_WIDTH, TEXT_LAYERS = 64, (1, 2, 3)  # layers whose outputs the transformer reads, as they are trained
@@ -52,7 +53,6 @@ HARD = ("counting", "position", "attribute binding")
 TAUGHT = (*CATEGORIES, *HARD, *HARD, "position", "attribute binding", "attribute binding")
 NO_CAPTION = 0.1  # probability of an empty caption: the unconditional half of guidance
 SHIFT = 4.0  # of the noise levels; shapes and colours are decided between 0.7 and 0.95
-HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(10, 1200, lr=2e-3),
     "clean": StagePlan(11, 8400, lr=2e-3, muon_lr=7e-3),
@@ -512,7 +512,7 @@ def main(
     work: Annotated[Path, typer.Option(help="Folder for the stages' checkpoints; a second run continues there.")] = Path(
         "runs/shapes_pretrain"
     ),
-    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = HERE / "shapes" / "pipeline",
+    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = BUNDLED_MODELS["tiny_shapes"],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
 ) -> None:
     """Train the embedded model of shapes from nothing and save it as a diffusers pipeline folder in 16 bit."""

@@ -1,4 +1,4 @@
-"""The embedded model's recipe: `python -m flow_grpo.tiny.pretrain`, about an hour on two CPU cores, resumable.
+"""The embedded model's recipe: `python -m dev.tiny.pretrain`, about an hour on two CPU cores, resumable.
 
 Five stages, each from the result of the one before:
   vae    the autoencoder on random signs
@@ -39,18 +39,18 @@ from transformers import (
     T5TokenizerFast,
 )
 
+from dev.tiny import world
+from dev.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.policy.devices import default_dtype
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards import clip
 from flow_grpo.rewards.ocr import OCR, ExactOCR
-from flow_grpo.tiny import world
-from flow_grpo.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
 
 CLIP_LENGTH = 38  # `orange text "ABCDE" on a purple background` is 36 characters, and two ends
 T5_LENGTH = 14
 WIDTH, LAYERS, HEAD = 128, 6, 64
 TEXT_WIDTH = 64
-HERE = Path(__file__).parent
 STAGES = {
     "vae": StagePlan(0, 1000, lr=2e-3),
     "clean": StagePlan(1, 1100, lr=1.5e-3, muon_lr=4e-3, horizon=2000),  # `noisy` goes on from a warm `clean`
@@ -384,7 +384,7 @@ def main(
     work: Annotated[Path, typer.Option(help="Folder for the stages' checkpoints; a second run continues there.")] = Path(
         "runs/tiny_pretrain"
     ),
-    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = HERE / "pipeline",
+    out: Annotated[Path, typer.Option(help="Folder for the finished pipeline.")] = BUNDLED_MODELS["tiny"],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of every batch.")] = 0,
 ) -> None:
     """Train the embedded model from nothing and save it as a diffusers pipeline folder in 16 bit."""

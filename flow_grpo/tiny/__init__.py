@@ -1,1 +1,0 @@
-"""The embedded models: their world, architecture, recipe and weights."""
