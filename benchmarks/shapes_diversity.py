@@ -22,6 +22,7 @@ from PIL import Image
 from shapes_sheet import policy
 from torch import Tensor
 
+from dev.prompts import drawing
 from dev.tiny.pretrain_shapes import tensor_of
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import bundled_file
@@ -29,7 +30,6 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.evaluation.generate import NUM_DIVERSITY_PROMPTS, SEED, generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import rms_difference
 from flow_grpo.image_prompt import images_of
-from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import ExactShapes, find_shapes
 

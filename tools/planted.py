@@ -1105,7 +1105,7 @@ BUGS = [
     ),
     (
         "a relation holds from either side",
-        "rewards/shapes/drawing.py",
+        "rewards/shapes/rules.py",
         '"left of": second.x - first.x,',
         '"left of": abs(second.x - first.x),',
         "tests/rewards/test_shapes.py -k missed_alone",

@@ -33,10 +33,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, T5TokenizerFast
 
+from dev.prompts import drawing
 from dev.tiny.pretraining_stage import PretrainingStage, StagePlan, begin
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards import clip
-from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene, words
 from flow_grpo.rewards.shapes.rules import ExactShapes, Shapes
 

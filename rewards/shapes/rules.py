@@ -17,9 +17,17 @@ from PIL import Image
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.images import to_pil
-from flow_grpo.rewards.shapes.drawing import BACKGROUND, PALETTE, SIDE, distance_along
 from flow_grpo.rewards.shapes.prompts import Edit, Group, Scene, parse_edit, parse_scene
 
+SIDE = 64  # pixels
+BACKGROUND = (244, 242, 236)
+PALETTE = {
+    "red": (214, 40, 40),
+    "green": (30, 142, 62),
+    "blue": (29, 78, 216),
+    "yellow": (250, 204, 21),
+    "black": (32, 32, 38),
+}
 SCALE = 4  # factor by which a shape is enlarged before its contour is measured
 FOREGROUND = 22.0  # smallest distance in Lab from the ground's colour of a pixel of a shape
 PURE = 40.0  # largest distance in Lab from a palette colour of a pixel that has this colour, not a mixture at an edge
@@ -284,6 +292,16 @@ def _size(shape: DetectedShape) -> str | None:
 def is_related(relation: str, first: DetectedShape, second: DetectedShape) -> bool:
     """Whether the centres lie apart along the relation's axis by more than half of the mean size of the two."""
     return distance_along(relation, first, second) > (first.extent + second.extent) / 4
+
+
+def distance_along(relation: str, first: Any, second: Any) -> float:
+    """How far the centre of the first shape is left of, right of, above or below that of the second, in pixels."""
+    return {
+        "left of": second.x - first.x,
+        "right of": first.x - second.x,
+        "above": second.y - first.y,
+        "below": first.y - second.y,
+    }[relation]
 
 
 def check_edit(edit: Edit, before: Sequence[DetectedShape], after: Sequence[DetectedShape]) -> Requirements:

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from support.embedded import short_run
 
+from dev.prompts import geneval_prompts
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, normal_form
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.rewards import geneval
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.start_checks import sentences
@@ -72,7 +72,7 @@ def test_the_shipped_geneval_prompts_are_what_their_generator_gives(tmp_path, mo
     train, held_out, benchmark = tmp_path / "train.jsonl", tmp_path / "eval.jsonl", bundled_file("prompts/geneval.jsonl")
     words = ["1500", str(train), "240", str(held_out), "--without", str(benchmark)]
     monkeypatch.setattr(sys, "argv", ["geneval", *words])
-    geneval.main()
+    geneval_prompts.main()
     assert train.read_text() == bundled_file("prompts/geneval_train.jsonl").read_text()
     assert held_out.read_text() == bundled_file("prompts/geneval_eval.jsonl").read_text()
 
@@ -82,7 +82,7 @@ def test_no_geneval_prompt_asks_for_what_another_files_prompt_asks_for():
     seen: set = set()
     for name in ("geneval", "geneval_train", "geneval_eval"):
         rows = [json.loads(line) for line in bundled_file(f"prompts/{name}.jsonl").read_text().splitlines()]
-        meanings = {geneval.meaning(row) for row in rows}
+        meanings = {geneval_prompts.meaning(row) for row in rows}
         assert len(meanings) == len(rows) or name == "geneval", "the benchmark has one twice"
         assert not meanings & seen
         seen |= meanings
@@ -92,7 +92,7 @@ def test_the_meaning_of_a_position_is_the_same_from_both_sides():
     def row(one: str, where: str, other: str) -> dict:
         return {"include": [{"class": other, "count": 1}, {"class": one, "count": 1, "position": [where, 0]}]}
 
-    meaning = geneval.meaning
+    meaning = geneval_prompts.meaning
     assert meaning(row("cat", "left of", "dog")) == meaning(row("dog", "right of", "cat"))
     assert meaning(row("cat", "above", "dog")) == meaning(row("dog", "below", "cat"))
     others = [("dog", "left of", "cat"), ("cat", "above", "dog"), ("dog", "above", "cat")]

@@ -6,9 +6,9 @@ import sys
 import pytest
 import yaml
 
+from dev.prompts import ocr_prompts
 from flow_grpo.config.loading import bundled_file
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.rewards import ocr_prompts
 from flow_grpo.rewards.ocr import OCR, quoted_texts
 
 SIZES = {"train": 4096, "test": 512}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFilter
 from support.reward_inputs import scored_unchanged
 
+from dev.prompts import drawing
+from dev.prompts.drawing import Shape, description, draw, random_edit, random_example
 from flow_grpo import rewards
-from flow_grpo.rewards.shapes import drawing
-from flow_grpo.rewards.shapes.drawing import Shape, description, draw, random_edit, random_example
 from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, SHAPES, Edit, Group, Scene, parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import check_edit, check_scene, find_shapes
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
+from dev.prompts import drawing
 from dev.tiny import pretrain_shapes as pretrain
 from dev.tiny.pretrain_shapes import transformer_loss, velocity
 from dev.tiny.pretraining_stage import PretrainingStage, StagePlan
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.rewards.shapes import drawing
 from flow_grpo.rewards.shapes.prompts import COLORS, SHAPES, parse_edit, parse_scene
 from flow_grpo.rewards.shapes.rules import find_shapes
 

@@ -1,4 +1,4 @@
-"""Prompts that ask to change the text of a sign, with the image of the sign: python -m dev.edit_prompts FOLDER.
+"""Prompts that ask to change the text of a sign, with the image of the sign: python -m dev.prompts.edit_prompts FOLDER.
 
 Writes FOLDER/edits_train.jsonl, FOLDER/edits_test.jsonl and their images in FOLDER/edits. The format is that of any prompt file with
 images: a line for each prompt, with the columns prompt and image.

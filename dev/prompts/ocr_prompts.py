@@ -1,6 +1,6 @@
 """Make prompts with a quoted text for the reward `ocr`: signs, covers, screens, cakes and other scenes.
 
-    python -m flow_grpo.rewards.ocr_prompts 4096 train.txt 512 test.txt
+    python -m dev.prompts.ocr_prompts 4096 train.txt 512 test.txt
 
 They are in the style of Flow-GRPO's OCR prompts (arXiv 2505.05470). Every text occurs once, so no text is in both files, and has
 one to six words. The vocabulary is ocr_scenes.yaml.

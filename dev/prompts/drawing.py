@@ -1,6 +1,6 @@
 """Images of scenes with known answers: what the detector and the embedded model of shapes are made from.
 
-`python -m flow_grpo.rewards.shapes.drawing FOLDER` writes the prompt files of that model: shapes_train.jsonl and shapes_eval.jsonl,
+`python -m dev.prompts.drawing FOLDER` writes the prompt files of that model: shapes_train.jsonl and shapes_eval.jsonl,
 scenes with their category, and shape_edits_train.jsonl and shape_edits_eval.jsonl, edits with the image that each of them changes, in
 shape_edits/, and with a caption of the result. shapes_counting_train.jsonl and shapes_counting_eval.jsonl are the scenes of several equal
 shapes among them. Evaluation asks for combinations that training never names.
@@ -13,22 +13,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from flow_grpo.rewards.shapes.prompts import CATEGORIES, COLORS, RELATIONS, SHAPES, Edit, Group, Scene
+from flow_grpo.rewards.shapes.rules import BACKGROUND, PALETTE, SIDE, distance_along
 
-SIDE = 64  # pixels
-BACKGROUND = (244, 242, 236)
-PALETTE = {
-    "red": (214, 40, 40),
-    "green": (30, 142, 62),
-    "blue": (29, 78, 216),
-    "yellow": (250, 204, 21),
-    "black": (32, 32, 38),
-}
 PLAIN = "black"  # the colour of shapes for which none is named
 EXTENTS = {"small": (13.5, 14.5), None: (18.5, 19.5), "large": (24.0, 25.0)}  # pixels, the longer side of a shape
 CELL = 32  # pixels: a shape has a cell of its own, which is one token of the model
@@ -85,16 +76,6 @@ def draw(shapes: Sequence[Shape], side: int = SIDE) -> Image.Image:
 def holds(relation: str, first: Shape, second: Shape) -> bool:
     """Whether the first shape is left of, right of, above or below the second: their boxes do not overlap along that axis."""
     return distance_along(relation, first, second) >= (first.extent + second.extent) / 2
-
-
-def distance_along(relation: str, first: Any, second: Any) -> float:
-    """How far the centre of the first shape is left of, right of, above or below that of the second, in pixels."""
-    return {
-        "left of": second.x - first.x,
-        "right of": first.x - second.x,
-        "above": second.y - first.y,
-        "below": first.y - second.y,
-    }[relation]
 
 
 def description(shapes: Sequence[Shape]) -> Scene:
