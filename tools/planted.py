@@ -966,7 +966,7 @@ BUGS = [
     (
         "rare line breaks of Unicode split a prompt",
         "flow_grpo/data/prompt_files.py",
-        'enumerate(text.split("\\n"), 1)',
+        'enumerate(re.split(r"\\r\\n?|\\n", text), 1)',
         "enumerate(text.splitlines(), 1)",
         "tests/data/test_prompts.py -k every_line",
     ),

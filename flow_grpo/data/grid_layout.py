@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -176,16 +177,20 @@ def detect(pixels: np.ndarray) -> GridLayout | None:
 
 
 def _detect_with_tolerance(pixels: np.ndarray, tolerance: int) -> "GridLayout | NotAGrid | None":
-    """The layout if the background deviates from one color by at most `tolerance`, or the most specific reason why there is none."""
-    problems = []
+    """The layout if the background deviates from one color by at most `tolerance`, or the most specific reason why there is none.
+
+    An image can have sides of one color as well: of several layouts it is the one whose images cover most.
+    """
+    layouts, problems = [], []
     for color in _background_colors(pixels, tolerance):
         try:
             layout = _detect_on_background(pixels, color, tolerance)
         except NotAGrid as error:
             problems.append(error)
-            continue
-        if layout is not None:
-            return layout
+        else:
+            layouts += [] if layout is None else [layout]
+    if layouts:
+        return max(layouts, key=lambda layout: layout.filled * layout.height * layout.width)
     return max(problems, key=lambda problem: problem.has_images, default=None)
 
 
@@ -336,18 +341,23 @@ def _check_parts(layout: GridLayout, images: Sequence[Box], parts: Sequence[Box]
 
 
 def _check_room(layout: GridLayout, contrast: np.ndarray) -> None:
-    """NotAGrid if there is content where a grid of several rows (or columns) has room for one more."""
-    left, top, right, bottom = layout.margins()
+    """NotAGrid if there is content where the grid has room for one more row or column of images.
+
+    Titles stand above and below images: content beside a cell, also between two columns, is rather an image.
+    """
+    content = contrast > MIN_EDGE_CONTRAST
     column_gap, row_gap = layout.gutters()
-    height, width = layout.size
-    sides = []
+    left, top, right, bottom = layout.margins()
+    (height, width), gap = layout.size, row_gap if column_gap is None else column_gap
+    assert gap is not None, "a grid has two images"
+    is_beside = np.concatenate([content[y : y + layout.height] for y in layout.tops]).any(0)
+    margins = [(0, left, gap), (width - right, width, gap)]
+    gutters = [(x + layout.width, following, 0) for x, following in pairwise(layout.lefts)]
+    found = any(end - begin >= layout.width + gap and is_beside[begin:end].any() for begin, end, gap in margins + gutters)
     if row_gap is not None:
-        room = layout.height + row_gap
-        sides += [(top, room, contrast[:top]), (bottom, room, contrast[height - bottom :])]
-    if column_gap is not None:
-        room = layout.width + column_gap
-        sides += [(left, room, contrast[:, :left]), (right, room, contrast[:, width - right :])]
-    if any(margin >= room and (side > MIN_EDGE_CONTRAST).any() for margin, room, side in sides):
+        margin = layout.height + row_gap
+        found |= (top >= margin and content[:top].any()) or (bottom >= margin and content[height - bottom :].any())
+    if found:
         raise NotAGrid("it has other content where there is room for another row or column of images")
 
 

@@ -29,7 +29,7 @@ SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 MAX_BYTES = 1 << 30  # of a file of text
 MAX_PARQUET_BYTES = 2 << 30  # of a file, and an eighth of what it may need in memory
 MAX_ROWS = 10_000_000
-WHOLE_NUMBER = re.compile(r"[+-]?\d{1,18}")
+WHOLE_NUMBER = re.compile(r"[+-]?\d{1,100}")  # also of 19 digits and more, as seeds and ids have
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 LEADING_ZERO = re.compile(r"[+-]?0\d.*")  # 007 is a text
 BOOLEANS = {"true": True, "false": False}
@@ -101,8 +101,8 @@ def read_table(file: Path, name: str, suffix: str) -> Table:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    r"""The lines that are not blank, and their numbers. Only \n and \r\n end a line, not Unicode's other line breaks."""
-    for number, line in enumerate(text.split("\n"), 1):
+    r"""The lines that are not blank, and their numbers. \n, \r\n and \r end a line, Unicode's other line breaks don't."""
+    for number, line in enumerate(re.split(r"\r\n?|\n", text), 1):
         if line.strip():
             yield number, line.strip()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flow_grpo.config.loading import bundled_file, read_text
 from flow_grpo.config.sections import FROM_PYTHON
@@ -72,7 +73,8 @@ def read_source(name: str) -> Table:
         return replace(table, folder=file.parent, stay_inside=file.name in FOLDER_FILES)
     source = source_of(name)
     if source.startswith(HTTPS):
-        return read_table(_downloaded(source), name, Path(source).suffix.lower())
+        # the hub's links end in ?download=true
+        return read_table(_downloaded(source), name, Path(urlsplit(source).path).suffix.lower())
     return _data_set(source)
 
 
@@ -117,7 +119,7 @@ def _local(name: str) -> Path | None:
     """The local file or folder of that name, or None for an address or a data set. FlowGRPOError if it can't be any of these."""
     source = source_of(name)
     try:
-        path = next((path for path in (Path(name), Path(source)) if name and path.exists()), None)
+        path = next((path for path in (expanded(name), Path(source)) if name and path.exists()), None)
         if path is None or (path.is_dir() and source != name):  # a known set comes before a folder of its name
             path = file if (file := bundled_file(source)).is_file() else None
     except (OSError, ValueError):  # longer than any file's name

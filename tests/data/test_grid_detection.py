@@ -249,6 +249,19 @@ def test_a_title_that_clings_to_one_image_is_cut_off_and_titles_on_all_are_refus
         detect(np.asarray(image))
 
 
+def test_an_image_of_a_thing_on_one_colour_is_no_gutter():
+    """The sides of the middle image are as plain as a gutter."""
+    images = noise(3, 64, 80)
+    images[1] = 255
+    images[1, 16:32, 20:60] = (200, 30, 30)
+    pixels = sheet(images, 3, 4, (0, 0, 0))
+    for one in (pixels, pixels[4:-4, 4:-4]):
+        assert np.array_equal(detect(one).crop_cells(one), images)
+    for columns in (2, 3):  # several columns: beside an image is no title
+        with pytest.raises(NotAGrid, match="other content where there is room for another row or column"):
+            detect(sheet(images, columns, 4, (255, 255, 255)))
+
+
 @pytest.mark.parametrize("pixels", [letters(), noise(1, 100, 100)[0], np.zeros((40, 40, 3), np.uint8), noise(1, 1, 1)[0]])
 def test_an_image_alone_stays_one(pixels):
     layout = layout_of(pixels, GridOptions(), "x.png", allow_single=True)

@@ -93,6 +93,23 @@ def test_a_csv_keeps_quotes_commas_and_line_breaks_and_tells_numbers_from_text(t
     ]
 
 
+def test_a_csv_keeps_seeds_and_ids_of_any_length_exactly(tmp_path):
+    (tmp_path / "p.csv").write_text(f"prompt,seed\na,{2**63 - 2}\nb,-{2**63 - 1}\n")
+    assert [row["seed"] for row in load_prompts(tmp_path / "p.csv").metadata] == [2**63 - 2, 1 - 2**63]
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_lines_end_as_on_any_system(tmp_path, end):
+    files = {
+        "p.txt": b"a cat|a dog|",
+        "p.csv": b"prompt|a cat|a dog|",
+        "p.jsonl": b'{"prompt": "a cat"}|{"prompt": "a dog"}|',
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.replace(b"|", end))
+        assert load_prompts(tmp_path / name).prompts == ["a cat", "a dog"]
+
+
 def test_a_prompt_of_a_million_letters_is_one(tmp_path):
     long = "cat, " * 200_000
     for name, text in {"p.csv": f'prompt\n"{long}"\n', "p.txt": long, "p.jsonl": json.dumps({"prompt": long})}.items():
@@ -201,7 +218,8 @@ def test_a_file_at_an_address_is_read_as_one_on_disk_and_its_copy_where_there_is
 
     server(lambda request: answers[request.url.path])
     assert load_prompts("https://example.org/p.txt").prompts == ["one\u2028half", "two"]
-    assert load_prompts("https://example.org/p.csv").metadata == [{"n": 1}]
+    for query in ("", "?download=true", "?raw=1#top"):  # as the hub and other servers write links
+        assert load_prompts(f"https://example.org/p.csv{query}").metadata == [{"n": 1}]
     for name, sentence in {"large.txt": "it has more than", "gone.txt": "404 Not Found"}.items():
         with pytest.raises(ValueError, match=f"{name} could not be read: .*{sentence}"):
             load_prompts(f"https://example.org/{name}")
