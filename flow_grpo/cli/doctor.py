@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flow_grpo.cli.console import console, say, without_library_messages
-from flow_grpo.cli.options import Overrides, check_suffix, prepare_file
+from flow_grpo.cli.options import Overrides, check_suffix, config_and_overrides, prepare_file
 from flow_grpo.errors import INTERRUPTED, USER_ERROR, FlowGRPOError
 
 if TYPE_CHECKING:
@@ -65,12 +65,11 @@ def doctor(
     if step_variance:
         check_suffix(out, [".png"])
         prepare_file(out)
-    if config is not None and "=" in config:  # the first word is a setting
-        overrides, config = [config, *(overrides or [])], None
+    config, overrides = config_and_overrides(config, overrides)
     passed = True
     try:
         if model is not None:
-            policy = _load(model, overrides or [])
+            policy = _load(model, overrides)
             sections = (("", [result]) for result in check_model(policy))
             passed = show(console, type(policy.pipe).__name__, sections, "the pipeline can be trained", json_file)
             if config is not None:

@@ -1,6 +1,5 @@
 """`flow-grpo eval`: models and images measured side by side."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +7,8 @@ import typer
 
 from flow_grpo.cli.console import console, progress_bars, say, without_library_messages
 from flow_grpo.cli.options import (
+    DEFAULT_CONFIG,
+    SETTING,
     Crop,
     GridColumns,
     GridRows,
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from flow_grpo.evaluation.scorecard import Scorecard
     from flow_grpo.rewards import WeightedSum
 
-# A path with an equals sign needs a slash before it, ./a=b. Of settings, only a reward's name may have a slash.
-SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")
 MAX_SEEDS = 1000  # the images of a prompt are in memory together
 Targets = Annotated[
     list[str] | None,
@@ -45,8 +44,8 @@ Targets = Annotated[
 PromptSource = Annotated[
     str | None,
     typer.Option(
-        help="A prompt set by name (ocr, ocr_test, ocr_paper, geneval, partiprompts, drawbench), a file, a hub data set, a "
-        "folder of prompts with images, or images of `sample`, whose prompts and seeds are used again. By default the "
+        help="A prompt set by name (ocr, shapes, shape_edits, ocr_test, ocr_paper, geneval, partiprompts, drawbench), a file, a hub "
+        "data set, a folder of prompts with images, or images of `sample`, whose prompts and seeds are used again. By default the "
         "config's evaluation.prompts.",
         show_default=False,
     ),
@@ -113,7 +112,7 @@ def evaluate(
     options = TargetOptions(
         config, overrides, prompt or prompt_set_of(prompt_source), grid_layout(rows, columns, padding, crop), limit
     )
-    resolved = resolve_targets(words if words or lora else ["tiny_ocr"], options, lora)
+    resolved = resolve_targets(words if words or lora else [DEFAULT_CONFIG], options, lora)
     for target in resolved:
         for line in target.image_set.note.splitlines() if isinstance(target, ImageTarget) else ():
             say(line)

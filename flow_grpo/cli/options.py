@@ -1,6 +1,7 @@
 """Options that several commands share, also those of images on disk and their prompts: their types, and the checks of their values."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from flow_grpo.evaluation.targets import ModelTarget
     from flow_grpo.rewards import Reward, WeightedSum
 
+# Of settings, only a reward's name may have a slash: `runs/lr=1e-4/config.yaml` and `./a=b` are paths.
+SETTING = re.compile(r"[\w.:-]+=|(evaluation\.)?rewards\.[^=]+=")
+DEFAULT_CONFIG = "tiny_ocr"
 ConfigName = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped config.", metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None,
@@ -73,6 +77,13 @@ Crop = Annotated[
     str | None,
     typer.Option(help="Pixels to remove at the edges of such a grid: N, or LEFT,TOP,RIGHT,BOTTOM.", show_default=False),
 ]
+
+
+def config_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:
+    """The config, None where the first word is a setting already, and all settings."""
+    if config is not None and SETTING.match(config):
+        return None, [config, *(overrides or [])]
+    return config, overrides or []
 
 
 def config_for_weights(config: str | None, model: str | None, lora: str | None, trust: bool) -> "FlowGRPOConfig":

@@ -6,13 +6,13 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import console, without_library_messages
-from flow_grpo.cli.options import ConfigName, Overrides
+from flow_grpo.cli.options import DEFAULT_CONFIG, ConfigName, Overrides, config_and_overrides
 from flow_grpo.errors import USER_ERROR, FlowGRPOError
 
 
 @without_library_messages
 def plan(
-    config: ConfigName = "tiny_ocr",
+    config: ConfigName = DEFAULT_CONFIG,
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,
@@ -40,7 +40,7 @@ def plan(
     from flow_grpo.plan.hardware import Hardware
     from flow_grpo.policy.devices import usable_device
 
-    args = FlowGRPOConfig.from_yaml(config, overrides)
+    args = FlowGRPOConfig.from_yaml(*config_and_overrides(config, overrides))
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
         raise FlowGRPOError("--gpu-memory and --gpu-tflops should be numbers.")
     if gpu_tflops is not None and gpu is None:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flow_grpo.cli.console import say, without_collection, without_library_messages
-from flow_grpo.cli.options import ConfigName, Overrides
+from flow_grpo.cli.options import DEFAULT_CONFIG, ConfigName, Overrides, config_and_overrides
 from flow_grpo.errors import INTERRUPTED, FlowGRPOError, RetryableError
 
 if TYPE_CHECKING:
     from flow_grpo.config import FlowGRPOConfig
 
-DEFAULT_CONFIG = "tiny_ocr"
 NEWEST = "newest"  # `--resume` without a word
 PROCESSES_PER_CORE = 4  # more would only wait for each other
 
@@ -65,11 +64,9 @@ def train(
     from flow_grpo.distributed.launchers import AUTO, adopt, end_with_launcher
 
     adopt()
-    overrides = overrides or []
     if resume not in (None, NEWEST, AUTO):
         raise FlowGRPOError(f"--resume={resume}: write --resume, or --resume auto, which starts if there is no checkpoint.")
-    if "=" in config:  # the first word is a setting: it overrides the default config
-        config, overrides = DEFAULT_CONFIG, [config, *overrides]
+    config, overrides = config_and_overrides(config, overrides)
     with nullcontext() if dry_run or show_config else _together():
         args = FlowGRPOConfig.from_yaml(config, overrides)
     if show_config:
@@ -134,7 +131,7 @@ def _train(args: "FlowGRPOConfig", resume: bool | str | None, profile: int | Non
             say(f"profile: {profiler.written}")
 
 
-def _launch(num_processes: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
+def _launch(num_processes: int, config: str | None, overrides: list[str], options: list[str], folder: Path) -> int:
     """Train in several processes and return their exit status. FlowGRPOError with the command to continue if one dies."""
     from flow_grpo.distributed.launchers import RankDied, go_on, launch
     from flow_grpo.run_folder import checkpoint, layout
@@ -144,7 +141,7 @@ def _launch(num_processes: int, config: str, overrides: list[str], options: list
             f"--num-processes={num_processes} is too many for the cores of this machine: give at most {max_processes}."
         )
     try:
-        return launch(num_processes, ["train", config, *overrides, *options])
+        return launch(num_processes, ["train", config or DEFAULT_CONFIG, *overrides, *options])
     except RankDied as error:
         saved = checkpoint.steps(folder / layout.CHECKPOINTS)
         advice = (

@@ -31,6 +31,17 @@ def test_dry_run_says_in_a_few_lines_what_it_checked_and_trains_nothing(trained)
     assert not (trained / "runs" / "dry").exists()
 
 
+def test_the_first_word_is_a_config_or_a_setting(tmp_path):
+    file = "runs/lr=1e-4/my=config.yaml"
+    output = run("init", file, cwd=tmp_path)
+    assert output.rstrip().endswith(f"flow-grpo train {file}")
+    assert "lr: 0.25" in run("train", file, "optimizer.lr=0.25", "--show-config", cwd=tmp_path)
+    assert "lr: 0.25" in run("train", "optimizer.lr=0.25", "--show-config", cwd=tmp_path)
+    for command in ("plan", "doctor"):
+        assert "there is no config runs/lr=2" in run(command, "runs/lr=2", cwd=tmp_path, code=2)
+        assert "there is no setting optimizer.lrr" in run(command, "optimizer.lrr=2", cwd=tmp_path, code=2)
+
+
 def test_more_processes_than_a_machine_can_run_are_refused(tmp_path):
     assert "--num-processes=99999 is too many" in run("train", "--num-processes", "99999", cwd=tmp_path, code=2)
 
