@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import INTERRUPTED, TEMPORARY, USER_ERROR, FlowGRPOError, RetryableError, is_retryable
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_from_base
 from flow_grpo.figures import new_figure, save_figure
@@ -142,12 +142,14 @@ def compare(
         stop: end a run when its `metric` reaches the `target`.
     """
     _check_configs(configs, overrides, budget)
-    _check_budget(out / BUDGET, budget)
     runs = [
         ComparedRun(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs
     ]
+    if any(run.points() for run in runs):
+        _check_budget(out / BUDGET, budget)
     for run in runs:
         _check_settings(run, overrides)
+    write_atomic(out / BUDGET, json.dumps(asdict(budget)))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flow_grpo.trainer"])
     for number in range(budget.evaluations + 1):
@@ -175,7 +177,8 @@ def _train_in_process(
         raise
     points = run.points()
     if process.exitcode or len(points) <= number:
-        raise FlowGRPOError(f"the run {run.folder} failed; its last lines are above. The other runs are kept.")
+        kind = RetryableError if process.exitcode == TEMPORARY else FlowGRPOError
+        raise kind(f"the run {run.folder} failed; its last lines are above. The other runs are kept.")
     return points[-1]
 
 
@@ -188,9 +191,9 @@ def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides
             run.add(_train_and_evaluate(run, number, budget, overrides))
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         _print_error_line(f"error: {error}")
-        sys.exit(2)
+        sys.exit(TEMPORARY if is_retryable(error) else USER_ERROR)
     except KeyboardInterrupt:  # the parent process gets it too
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
 
 
 def _train_and_evaluate(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> CurvePoint:
@@ -267,7 +270,7 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
 
 
 def _check_budget(file: Path, budget: Budget) -> None:
-    """Write the budget to the folder. FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
+    """FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
     if file.exists():
         try:
             former = Budget(**json.loads(regular_bytes(file, MAX_JSON)))
@@ -278,7 +281,6 @@ def _check_budget(file: Path, budget: Budget) -> None:
                 f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "
                 f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
             )
-    write_atomic(file, json.dumps(asdict(budget)))
 
 
 def summarize(runs: list[ComparedRun], metric: str, target: float | None) -> Rows:

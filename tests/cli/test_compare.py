@@ -93,6 +93,18 @@ def test_compare_says_at_once_what_does_not_fit_its_folder(folder):
     assert "started with 8 images between evaluations, not 12 images" in run(*words, cwd=folder, code=2)
 
 
+def test_a_comparison_that_trained_nothing_takes_another_budget(folder):
+    for images in (8, 12):
+        words = [*compare_words(folder, images=images), "--out", "not_begun", "--set", "evaluation.prompts=null"]
+        assert "names no held-out prompts to compare on" in run(*words, cwd=folder, code=2)
+
+
+def test_compare_ends_with_the_status_of_a_run_that_may_succeed_later(folder):
+    unreachable = "rewards={ocr: {remote: http://127.0.0.1:9}}"
+    output = run(*compare_words(folder), "--out", "unreachable", "--set", unreachable, cwd=folder, code=75)
+    assert "no server for the reward ocr answers" in output
+
+
 def test_a_comparison_goes_on_with_more_evaluations_at_the_same_distance(folder):
     compared(folder, "whole", images=16, evaluations=2)
     lines = (folder / "whole" / "short" / "seed0" / "curve.jsonl").read_text().splitlines()
