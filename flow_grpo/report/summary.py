@@ -40,7 +40,7 @@ def headline(run: RunReader) -> str:
     if not _has_learned(run):
         return f"{start}, but nothing was learned: in every step all images of each prompt got the same reward."
     if len(run.evaluation_rows) < 2:
-        return f"{start}{_in_training([row['reward'] for row in run.step_rows if 'reward' in row])}."
+        return f"{start}{_in_training(run)}."
     metric = run.score_names[0]
     changed = change(run, metric)
     what = "the sum of its rewards" if metric == "reward" else "it" if short_name(metric) == rewards else short_name(metric)
@@ -234,15 +234,17 @@ def _gain(rows: list[dict], key: str) -> float:
     return rows[-1].get(key, math.nan) - rows[0].get(key, math.nan)
 
 
-def _in_training(rewards: list[float]) -> str:
+def _in_training(run: RunReader) -> str:
     """The rewards of the first and last training steps. Each step has other prompts, so single steps can't be compared."""
+    rewards = [row["reward"] for row in run.step_rows if "reward" in row]
     if len(rewards) < 2:
         return f": the mean reward in training was {number(rewards[0])}" if rewards else ""
     part = max(1, len(rewards) // 4)
     first, last = statistics.fmean(rewards[:part]), statistics.fmean(rewards[-part:])
     steps = f"{part} steps" if part > 1 else "step"
+    reason = "with a single evaluation" if run.evaluation_rows else "without held-out prompts"
     return (
-        f": without held-out prompts, only the mean reward in training is known, on prompts that differ from step to step: "
+        f": {reason}, only the mean reward in training is known, on prompts that differ from step to step: "
         f"{number(first)} in the first {steps}, {number(last)} in the last {steps}"
     )
 

@@ -270,7 +270,7 @@ def print_table(console: Console, title: str, columns: dict[str, dict[str, float
     table = Table(title=escape(title), title_justify="left")
     table.add_column("")
     for name in columns:
-        table.add_column(escape(name), justify="right")
+        table.add_column(escape(name), justify="right", no_wrap=True)
     for row in dict.fromkeys(key for values in columns.values() for key in values):
         table.add_row(escape(row), *(f"{values[row]:.4f}" if row in values else "" for values in columns.values()))
     console.print(table)

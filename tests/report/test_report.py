@@ -388,6 +388,9 @@ def test_a_run_without_images_or_evaluations_has_a_report_too(tmp_path):
     said = page(tmp_path, bare).text
     assert "for 3 of 40 steps so far: without held-out prompts, only the mean reward in training is known" in said
     assert "0.100 in the first step, 0.300 in the last step" in said
+    lost = [{"step": 0, "eval/reward": 0.2}, *rows]  # before its second evaluation
+    (bare / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lost))
+    assert "with a single evaluation, only the mean reward in training is known" in page(tmp_path, bare).text
     (bare / "metrics.jsonl").write_text("")
     assert "No training step or evaluation has been logged yet" in page(tmp_path, bare).text
 

@@ -11,7 +11,7 @@ from support.fake_run import synthetic_run
 
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.tracking import tracker as tracking
-from flow_grpo.tracking.tracker import Tracker, next_command
+from flow_grpo.tracking.tracker import Tracker, next_command, print_table
 
 METRICS = {"reward": 0.5, "reward_std": 0.1, "loss": 0.1, "time/step": 1.0}
 
@@ -90,3 +90,10 @@ def test_no_command_is_shown_for_a_prompt_that_is_long_has_an_image_or_controls_
     edited.evaluations[-1]["sources"] = ["0" * 64] * 20
     assert next_command(edited) is None
     assert next_command(RunReader(synthetic_run(tmp_path / "bare", pictures=False))) is None
+
+
+def test_a_table_in_a_narrow_terminal_shortens_names_and_no_numbers():
+    console = Console(file=io.StringIO(), width=54)
+    columns = {name: {"grid.png[0]  a prompt of many words": 123456.78} for name in ("size", "bytes", "clip")}
+    print_table(console, "scores", columns)
+    assert console.file.getvalue().count("123456.7800") == 3
