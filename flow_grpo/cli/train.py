@@ -66,16 +66,16 @@ def train(
     adopt()
     if resume not in (None, NEWEST, AUTO):
         raise FlowGRPOError(f"--resume={resume}: write --resume, or --resume auto, which starts if there is no checkpoint.")
-    config, overrides = config_and_overrides(config, overrides)
+    file, settings = config_and_overrides(config, overrides)
     with nullcontext() if dry_run or show_config else _together():
-        args = FlowGRPOConfig.from_yaml(config, overrides)
+        args = FlowGRPOConfig.from_yaml(file, settings)
     if show_config:
         print(args.to_yaml())
         if not dry_run:
             return
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
         options = [*([f"--resume={resume}"] if resume else []), *(["--profile", str(profile)] if profile else [])]
-        raise typer.Exit(_launch(num_processes, config, overrides, options, Path(args.output_dir)))
+        raise typer.Exit(_launch(num_processes, file or DEFAULT_CONFIG, settings, options, Path(args.output_dir)))
     end_with_launcher()
     how = True if resume == NEWEST else resume
     if dry_run:
@@ -131,7 +131,7 @@ def _train(args: "FlowGRPOConfig", resume: bool | str | None, profile: int | Non
             say(f"profile: {profiler.written}")
 
 
-def _launch(num_processes: int, config: str | None, overrides: list[str], options: list[str], folder: Path) -> int:
+def _launch(num_processes: int, config: str, overrides: list[str], options: list[str], folder: Path) -> int:
     """Train in several processes and return their exit status. FlowGRPOError with the command to continue if one dies."""
     from flow_grpo.distributed.launchers import RankDied, go_on, launch
     from flow_grpo.run_folder import checkpoint, layout
@@ -141,7 +141,7 @@ def _launch(num_processes: int, config: str | None, overrides: list[str], option
             f"--num-processes={num_processes} is too many for the cores of this machine: give at most {max_processes}."
         )
     try:
-        return launch(num_processes, ["train", config or DEFAULT_CONFIG, *overrides, *options])
+        return launch(num_processes, ["train", config, *overrides, *options])
     except RankDied as error:
         saved = checkpoint.steps(folder / layout.CHECKPOINTS)
         advice = (

@@ -350,14 +350,14 @@ def _check_room(layout: GridLayout, contrast: np.ndarray) -> None:
     left, top, right, bottom = layout.margins()
     (height, width), gap = layout.size, row_gap if column_gap is None else column_gap
     assert gap is not None, "a grid has two images"
-    is_beside = np.concatenate([content[y : y + layout.height] for y in layout.tops]).any(0)
-    margins = [(0, left, gap), (width - right, width, gap)]
-    gutters = [(x + layout.width, following, 0) for x, following in pairwise(layout.lefts)]
-    found = any(end - begin >= layout.width + gap and is_beside[begin:end].any() for begin, end, gap in margins + gutters)
+    is_beside = np.any(np.concatenate([content[y : y + layout.height] for y in layout.tops]), axis=0)
+    margins = [(0, left, layout.width + gap), (width - right, width, layout.width + gap)]
+    gutters = [(x + layout.width, following, layout.width) for x, following in pairwise(layout.lefts)]
+    found = [end - begin >= room and is_beside[begin:end].any() for begin, end, room in margins + gutters]
     if row_gap is not None:
-        margin = layout.height + row_gap
-        found |= (top >= margin and content[:top].any()) or (bottom >= margin and content[height - bottom :].any())
-    if found:
+        room = layout.height + row_gap
+        found += [top >= room and content[:top].any(), bottom >= room and content[height - bottom :].any()]
+    if any(found):
         raise NotAGrid("it has other content where there is room for another row or column of images")
 
 
