@@ -90,10 +90,10 @@ def adopt() -> None:
 
 
 def _first_host(is_step: bool) -> str | None:
-    """The first host of a SLURM step or job, whose list is like `node[07-09,12],big1`."""
+    """The first host of a SLURM step or job, whose list is like `rack[1-2]node[07-09,12],big1`."""
     hosts = os.environ.get("SLURM_STEP_NODELIST" if is_step else "SLURM_JOB_NODELIST", "")
-    first = re.match(r"([^,\[]+)(?:\[(\w+)[^]]*\]([^,]*))?", hosts)
-    return None if first is None else "".join(part or "" for part in first.groups())
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", hosts)
+    return None if first is None else re.sub(r"\[(\w+)[^]]*\]", r"\1", first[0])
 
 
 def _port_of_job() -> int:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import socket
 import sys
@@ -222,9 +223,12 @@ def meet(rank: int, world_size: int) -> Peers:
     own, and rank 0 answers it with the name of this round; only then do the keys of the round count.
 
     Raises:
-        RetryableError: they don't meet within `patience()` seconds.
+        FlowGRPOError: MASTER_PORT is no port, or as RetryableError: they don't meet within `patience()` seconds.
     """
-    address, port = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "29500"))
+    address, given = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
+    port = int(given) if re.fullmatch("[0-9]{1,5}", given) else 0
+    if not 0 < port < 2**16:
+        raise FlowGRPOError(f"MASTER_PORT={given} in the environment is no port: set a number from 1 to 65535.")
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
         store = _connect(address, port, is_server=rank == 0 and not agent_has_store)
@@ -233,7 +237,8 @@ def meet(rank: int, world_size: int) -> Peers:
         # a process that waits in the store's get, as NCCL does, keeps the connection to itself
         own = torch.distributed.PrefixStore(f"{name}/peers", _connect(address, port))
     except (RuntimeError, TimeoutError) as error:
-        reason = first_line(error).rstrip(".")
+        is_known = _route(address, port)[0]
+        reason = first_line(error).rstrip(".") if is_known else "no such host is known here"
         raise RetryableError(
             f"the {world_size} processes of the run don't meet at {address}:{port} ({reason}): set MASTER_PORT to a port "
             "that no other program uses, and MASTER_ADDR to the machine of rank 0."

@@ -70,7 +70,9 @@ class Processes:
             return cls(device=device)
         end_with_launcher()  # also of a group that is there
         cpu = device == "cpu" or not torch.cuda.is_available()
-        processes = cls._join_found(cpu) if is_found else cls._join_met(cls.meet(), cpu)
+        processes = cls._join(cpu) if is_found else cls._join_met(cls.meet(), cpu)
+        if is_found:
+            processes.peers = peers_of_found_group()
         processes._is_found, cls.joined = is_found, processes
         return processes
 
@@ -111,18 +113,12 @@ class Processes:
         return processes
 
     @classmethod
-    def _join_found(cls, cpu: bool) -> "Processes":
-        processes = cls._join(cpu)
-        processes.peers = peers_of_found_group()
-        return processes
-
-    @classmethod
     def _join(cls, cpu: bool, **group: Any) -> "Processes":
         from accelerate import PartialState
 
         state = PartialState(cpu=cpu, **group)
         value_group = torch.distributed.new_group(backend="gloo", timeout=VALUE_TIMEOUT)
-        return cls(*_place_in_group(), str(state.device), value_group)
+        return cls(torch.distributed.get_rank(), torch.distributed.get_world_size(), str(state.device), value_group)
 
     @contextmanager
     def together(self, to_the_end: bool = False) -> Iterator[None]:
@@ -341,13 +337,8 @@ def shared_microbatch(
     return fitting[-1]
 
 
-def _place_in_group() -> tuple[int, int]:
-    """Rank and number of processes in the process group that somebody has made."""
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
 def _place_in_environment() -> tuple[int, int]:
-    """The same as the launcher has set them."""
+    """Rank and number of processes, as the launcher has set them."""
     adopt()
     rank, world_size = (_whole_number(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if not 0 <= rank < max(world_size, 1):

@@ -63,6 +63,7 @@ def clean(monkeypatch):
         (SRUN, ["5", "8", "1", "gpu07"]),
         ({**SRUN, "SLURM_STEP_NODELIST": "n1,n2"}, ["5", "8", "1", "n1"]),
         ({**SRUN, "SLURM_STEP_NODELIST": "rack3-[2]-ib"}, ["5", "8", "1", "rack3-2-ib"]),
+        ({**SRUN, "SLURM_STEP_NODELIST": "rack[1-2]n[01-04],big1"}, ["5", "8", "1", "rack1n01"]),
         ({**OMPI, "MASTER_ADDR": "head"}, ["3", "4", "1", "head"]),
         ({**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ["3", "4", "1", "localhost"]),
         ({**OMPI, **SRUN, "SLURM_JOB_NODELIST": "a[1-2]"}, ["3", "4", "1", "a1"]),

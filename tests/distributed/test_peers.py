@@ -230,6 +230,20 @@ def test_a_timeout_that_is_no_number_of_seconds_is_one_sentence(monkeypatch, sec
         patience()
 
 
+def test_a_host_that_is_not_known_is_named_as_such(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    monkeypatch.setenv(PATIENCE, "0.5")
+    with pytest.raises(RetryableError, match=r"don't meet at no\.such\.host\.invalid:\d+ \(no such host is known here\)"):
+        meet(1, 2)
+
+
+@pytest.mark.parametrize("port", ["", "abc", "0", "-1", "65536", "123456789"])
+def test_a_port_that_is_none_is_one_sentence_at_once(monkeypatch, port):
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(FlowGRPOError, match=rf"MASTER_PORT={port} in the environment is no port"):
+        meet(0, 2)
+
+
 def test_an_error_of_a_callbacks_own_network_is_told_to_the_peers_as_it_is():
     with pytest.raises(RuntimeError) as of_a_callback:
         raise RuntimeError("Connection refused by the tracking server")
