@@ -1,6 +1,7 @@
 """Group-relative advantages: an image's reward against the other images of its prompt. No critic."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,9 +149,8 @@ def has_signal(reward: Reward, group: Int[Tensor, " B"], method: str | Method = 
     if callable(method) or ADVANTAGES[method].over_batch:
         group = torch.zeros_like(group)
     _, group = group.unique(return_inverse=True)
-    limit = reward.new_full((int(group.max()) + 1,), torch.inf)
-    high = (-limit).scatter_reduce(0, group, reward, "amax")
-    low = limit.scatter_reduce(0, group, reward, "amin")
+    empty = reward.new_zeros(int(group.max()) + 1)
+    low, high = (empty.scatter_reduce(0, group, reward, kind, include_self=False) for kind in ("amin", "amax"))
     return (high > low)[group]
 
 
@@ -196,7 +196,8 @@ def _group_mean(value: Tensor, group: Tensor, size: Tensor) -> Tensor:
 
 
 def _checked(advantage: Any, rows: int) -> Float[Tensor, " B"]:
-    advantage = torch.as_tensor(advantage, dtype=torch.float32)
-    if advantage.shape != (rows,) or not torch.isfinite(advantage).all():
-        raise FlowGRPOError(f"the advantage function must return {rows} finite numbers, one for each image.")
-    return advantage
+    with suppress(TypeError, ValueError):  # None, or a text
+        advantage = torch.as_tensor(advantage, dtype=torch.float32)
+        if advantage.shape == (rows,) and torch.isfinite(advantage).all():
+            return advantage
+    raise FlowGRPOError(f"the advantage function must return {rows} finite numbers, one for each image.")

@@ -168,7 +168,14 @@ def test_a_reward_without_spread_has_no_share():
 
 def test_a_function_of_ones_own_is_clamped_and_checked():
     assert group_advantages(REWARD, GROUP, lambda reward, group: reward).tolist() == [1, 2, 3, 5, 5, 5]
-    for wrong in (lambda r, g: r[:2], lambda r, g: r * float("nan"), lambda r, g: r.where(r > 1, torch.inf)):
+    for wrong in (
+        lambda r, g: None,
+        lambda r, g: "none",
+        lambda r, g: [[1], [2, 3]],
+        lambda r, g: r[:2],
+        lambda r, g: r * float("nan"),
+        lambda r, g: r.where(r > 1, torch.inf),
+    ):
         with pytest.raises(ValueError, match="must return 6 finite numbers"):
             group_advantages(REWARD, GROUP, wrong)
 
@@ -192,7 +199,8 @@ def test_a_large_reward_that_is_the_same_for_all_says_nothing_beside_another():
 def test_groups_without_signal_are_found(sign):
     reward = sign * torch.tensor([3.0, 3.0, 0.0, 1.0])
     group = torch.tensor([2, 2, 8, 8])
-    assert has_signal(reward, group).tolist() == [False, False, True, True]
+    for numbers in (reward, reward.int(), reward.half()):
+        assert has_signal(numbers, group).tolist() == [False, False, True, True]
     for whole in ("reinforce_pp", lambda reward, group: reward):
         assert has_signal(reward, group, whole).tolist() == [True] * 4
         assert has_signal(torch.ones(4), group, whole).tolist() == [False] * 4

@@ -69,23 +69,22 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
     return called
 
 
-def check_custom_options(objective: Objective) -> None:
-    """Check that the user's objective takes its options. FlowGRPOError if not."""
-    function = load_custom_function("objective", objective.name)
-    if function is None or not isinstance(objective, OwnFunction):
-        return
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions that are written in C
-        return
-    try:
-        signature.bind(None, None, **objective.options)
-    except TypeError as error:
-        known = list(signature.parameters)[2:]
-        unknown = next((name for name in objective.options if name not in known), "")
-        raise FlowGRPOError(
-            f"objective {objective.name}: {error}.{suggest(unknown, known)} Its options are {', '.join(known) or 'none'}."
-        ) from error
+def check_custom_functions(objective: Objective) -> None:
+    """Check that the user's objective and advantage are there and take their arguments. FlowGRPOError if not."""
+    options = objective.options if isinstance(objective, OwnFunction) else {}
+    for kind, name, own in (("objective", objective.name, options), ("advantage", objective.advantage, {})):
+        function = load_custom_function(kind, name)
+        try:
+            signature = inspect.signature(function or (lambda inputs, advantage: None))
+        except (TypeError, ValueError):  # of some functions that are written in C
+            continue
+        try:
+            signature.bind(None, None, **own)
+        except TypeError as error:
+            known = list(signature.parameters)[2:]
+            hint = suggest(next((option for option in own if option not in known), ""), known)
+            takes = f" Its options are {', '.join(known) or 'none'}." if kind == "objective" else " It gets (reward, group)."
+            raise FlowGRPOError(f"{kind} {name}: {error}.{hint}{takes}") from error
 
 
 def custom_loss(objective: OwnFunction, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:

@@ -26,7 +26,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
-from flow_grpo.training.losses import check_custom_options, load_custom_function
+from flow_grpo.training.losses import check_custom_functions
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
 
 FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
@@ -112,6 +112,22 @@ def tracking_services(start: Start) -> list[str]:
     return []
 
 
+def eight_bit(start: Start) -> list[str]:
+    """Is bitsandbytes installed, if weights or moments are to be in 4 or 8 bit?"""
+    stages = [("optimizer.name=adamw_8bit", stage.optimizer.name == "adamw_8bit") for stage in start.stages]
+    for setting, is_set in [("memory.quantize=nf4", start.args.memory.quantize == "nf4"), *stages]:
+        if is_set and importlib.util.find_spec("bitsandbytes") is None:
+            raise FlowGRPOError(f"{setting} needs bitsandbytes, which is not installed: pip install bitsandbytes.")
+    return []
+
+
+def embedding_cache(start: Start) -> list[str]:
+    """Can the folder of the embeddings be written?"""
+    if start.args.memory.embedding_cache_dir is not None:
+        check_writable(Path(start.args.memory.embedding_cache_dir), "memory.embedding_cache_dir")
+    return []
+
+
 def device(start: Start) -> list[str]:
     """Can the device be used?"""
     usable_device(start.args.device)
@@ -119,10 +135,9 @@ def device(start: Start) -> list[str]:
 
 
 def custom_functions(start: Start) -> list[str]:
-    """Are the user's objectives and advantages there, and do they have the options that are given?"""
+    """Are the user's objectives and advantages there, and do they take their arguments?"""
     for stage in start.stages:
-        check_custom_options(stage.objective)
-        load_custom_function("advantage", stage.objective.advantage)
+        check_custom_functions(stage.objective)
     return []
 
 
@@ -269,6 +284,8 @@ def encoding_of_images(start: Start) -> list[str]:
 CHECKS: dict[Part, dict[str, Check]] = {
     "settings": {
         "tracking services": tracking_services,
+        "4 and 8 bit": eight_bit,
+        "cache of embeddings": embedding_cache,
         "device": device,
         "own functions": custom_functions,
         "teachers": teachers,
@@ -305,8 +322,8 @@ def check_output(folder: Path, resume: bool | str | None) -> None:
     check_begun(folder, how_to_resume(folder, resume)[0])
 
 
-def check_writable(folder: Path) -> None:
-    """Check that something can be written to the folder, or where it would be created."""
+def check_writable(folder: Path, setting: str = "output_dir") -> None:
+    """Check that something can be written to the folder of a setting, or where it would be created."""
     path = folder.absolute()
     try:
         while not path.exists():
@@ -316,7 +333,7 @@ def check_writable(folder: Path) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FlowGRPOError(
-            f"output_dir={folder}: nothing can be written to {path} ({reason}); set another folder by output_dir=..."
+            f"{setting}={folder}: nothing can be written to {path} ({reason}); set another folder by {setting}=..."
         ) from error
 
 

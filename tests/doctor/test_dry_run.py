@@ -51,6 +51,7 @@ EARLY = {
     f"objective={{name: '{SAMPLES}:missing'}}": "has no missing",
     f"objective.advantage={SAMPLES}:torch": "is not a function",
     "model=./nowhere": "there is no model folder ./nowhere",
+    "memory.embedding_cache_dir=/dev/null/x": "memory.embedding_cache_dir=/dev/null/x: nothing can be written to /dev/null",
 }
 
 
