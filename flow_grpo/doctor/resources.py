@@ -90,11 +90,6 @@ def check_disk(policy: Policy, keep: int, folder: Path) -> CheckResult:
     return disk(adapter * (copies * (keep + 1) + 2), shutil.disk_usage(existing).free)
 
 
-def check_run_folder(folder: Path) -> CheckResult:
-    """Check that the run folder is free."""
-    return run_folder(str(folder), is_begun(folder))
-
-
 # -- evaluating -------------------------------------------------------------------------------------------------------
 
 
@@ -163,10 +158,9 @@ def disk(needed: float, free: float) -> CheckResult:
     return CheckResult(name, value, ERROR, "not enough: set output_dir to another disk, or a smaller keep_checkpoints.")
 
 
-def run_folder(folder: str, has_run: bool) -> CheckResult:
-    """Evaluate whether the run folder is free."""
-    if not has_run:
-        return CheckResult("run folder", folder, OK, "is free")
-    return CheckResult(
-        "run folder", folder, WARNING, "already holds a run: continue it with --resume, or set another output_dir."
-    )
+def run_folder(folder: Path) -> CheckResult:
+    """Whether the run folder is free."""
+    if not is_begun(folder):
+        return CheckResult("run folder", str(folder), OK, "is free")
+    message = "already holds a run: continue it with --resume, or set another output_dir."
+    return CheckResult("run folder", str(folder), WARNING, message)

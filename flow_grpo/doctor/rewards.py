@@ -73,7 +73,7 @@ def check_rewards(
     rollout, results = sampling_seconds / len(inputs.prompts) + scoring, []
     for name in names:
         if name not in called:
-            results.append(human_skipped(name) if name == HUMAN else not_called(name))
+            results.append(not_called(name))
             continue
         drops = name in rewards.drop_on_error
         if name in errors:
@@ -138,13 +138,10 @@ def check_monitored(name: str, call: RewardCall, drops: bool) -> list[CheckResul
 
 
 def not_called(name: str) -> CheckResult:
-    """The result for a reward that no prompt of the first step names."""
-    return CheckResult(f"{name}: values", "not called", OK, "no prompt of the first step has this reward")
-
-
-def human_skipped(name: str) -> CheckResult:
-    """Say that a person is not asked before the run."""
-    message = "not called: before a run, mean brightness is used where a ranking is needed."
+    """The result for a reward that asks a person, or that no prompt of the first step names."""
+    message = "no prompt of the first step has this reward"
+    if name == HUMAN:
+        message = "not called: before a run, mean brightness is used where a ranking is needed."
     return CheckResult(f"{name}: values", "not called", OK, message)
 
 

@@ -131,7 +131,7 @@ class RunChecks:
             resources.run_time(args, self.step_metrics, self._evaluation_seconds()),
             resources.check_memory(policy.device, self.step_metrics, estimates),
             resources.check_disk(policy, args.keep_checkpoints, trainer.folder),
-            resources.check_run_folder(trainer.folder),
+            resources.run_folder(trainer.folder),
         ]
 
     def _evaluation_seconds(self) -> float:

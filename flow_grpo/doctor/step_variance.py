@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Stepwise, stochastic_transitions
+from flow_grpo.config.objective import STOCHASTIC, Stepwise
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -85,10 +85,8 @@ def check_step_variance(
     Raises:
         FlowGRPOError: a transition is not stochastic, or the objective samples the ODE.
     """
-    known = list(stochastic_transitions())
-    refused = next((name for name in transitions if name not in known), None)
-    if refused is not None:
-        raise FlowGRPOError(f"{refused} is not a stochastic transition; choose from {', '.join(known)}.")
+    if refused := [name for name in transitions if name not in STOCHASTIC]:
+        raise FlowGRPOError(f"{refused[0]} is not a stochastic transition; choose from {', '.join(STOCHASTIC)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
     if not stage.objective.stepwise:
@@ -115,7 +113,7 @@ def check_step_variance(
 
 def _print(console: Console, stage: FlowGRPOConfig, curves: list[list[StepVariance]]) -> None:
     assert isinstance(stage.objective, Stepwise)
-    size = stage.objective.window.size
+    size = min(stage.objective.window.size, len(curves[0]))
     groups = f"{counted(stage.prompts_per_step, 'prompt')} x {counted(stage.images_per_prompt, 'image')}"
     console.print(f"reward variance x 1000 from the noise of each step ({groups})")
     table = Table()

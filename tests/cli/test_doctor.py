@@ -5,8 +5,10 @@ from support.cli_process import run
 
 
 def test_doctor_measures_the_variance_of_each_step(trained):
-    output = run("doctor", "short.yaml", "--step-variance", "--transitions", "cps", "--noise-levels", "0.8", cwd=trained)
+    words = ["--step-variance", "--transitions", "cps", "--noise-levels", "0.8"]
+    output = run("doctor", "short.yaml", "sampling.steps=3", "objective=grpo", *words, cwd=trained)
     assert "reward variance x 1000 from the noise of each step" in output
+    assert "0 to 1" in output.partition("best window of 2")[2]  # not of 3, as objective.window.size says
     assert (trained / "step_variance.png").stat().st_size > 10_000
 
 
