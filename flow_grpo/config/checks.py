@@ -16,10 +16,8 @@ def check_run(args: RunSettings) -> None:
     check_sizes(args)
     check_teachers(args)
     check_kept_graphs(args)
-    check_offloading(args)
-    check_layerwise_casting(args)
+    check_memory(args)
     check_full_finetuning(args)
-    check_anchors(args)
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -106,42 +104,30 @@ def check_full_finetuning(args: RunSettings) -> None:
         raise FlowGRPOError(
             "optimizer.name=adamw_8bit does not support sharded weights: with lora=null set memory.shard=false, or adamw."
         )
-
-
-def check_anchors(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings conflict with the anchors of the objective."""
-    if args.lora is None and any(anchor.to == "ema" for anchor in args.objective.anchors):
+    if any(anchor.to == "ema" for anchor in args.objective.anchors):
         raise FlowGRPOError(
             "objective.anchors: ema is a second LoRA, and lora=null has none: set lora={rank: 32}, or to: base."
         )
 
 
-def check_offloading(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings conflict with `memory.offload`, weights on the GPU only while their block computes."""
-    memory = args.memory
-    if memory.offload is None:
-        return
-    refused = {
-        "lora=null": args.lora is None,
-        "memory.compile": memory.compile,
-        f"memory.shard={memory.shard}": memory.shard is not None,
-        f"memory.quantize={memory.quantize}": memory.quantize not in (None, "fp8_layerwise"),
-    }
-    if conflict := next((name for name, is_set in refused.items() if is_set), None):
-        raise FlowGRPOError(f"memory.offload=groups does not go with {conflict}: leave one of them out.")
-
-
-def check_layerwise_casting(args: RunSettings) -> None:
-    """Raise FlowGRPOError if settings conflict with `memory.quantize=fp8_layerwise`, weights that are cast for each layer's computation."""
-    memory = args.memory
-    if memory.quantize != "fp8_layerwise":
-        return
-    refused = {
-        "memory.compile, which can't trace the casts": memory.compile,
-        f"memory.shard={memory.shard}, which casts the weights itself": memory.shard is not None,
-    }
-    if conflict := next((name for name, is_set in refused.items() if is_set), None):
-        raise FlowGRPOError(f"memory.quantize=fp8_layerwise does not go with {conflict}: leave one of them out.")
+def check_memory(args: RunSettings) -> None:
+    """Raise FlowGRPOError if settings of `memory` conflict."""
+    memory, conflicts = args.memory, {}
+    if memory.offload is not None:
+        conflicts["memory.offload=groups"] = {
+            "lora=null": args.lora is None,
+            "memory.compile": memory.compile,
+            f"memory.shard={memory.shard}": memory.shard is not None,
+            f"memory.quantize={memory.quantize}": memory.quantize not in (None, "fp8_layerwise"),
+        }
+    if memory.quantize == "fp8_layerwise":
+        conflicts["memory.quantize=fp8_layerwise"] = {
+            "memory.compile, which can't trace the casts": memory.compile,
+            f"memory.shard={memory.shard}, which casts the weights itself": memory.shard is not None,
+        }
+    for setting, others in conflicts.items():
+        if conflict := next((name for name, is_set in others.items() if is_set), None):
+            raise FlowGRPOError(f"{setting} does not go with {conflict}: leave one of them out.")
 
 
 def check_prompt_sets(args: RunSettings) -> None:

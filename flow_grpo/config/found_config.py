@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.sections import RewardConfig
+from flow_grpo.config.sections import RewardConfig, leaves
 from flow_grpo.errors import FlowGRPOError
 
 REACHING_OUT = ("human", "judge", "remote")  # packaged rewards that ask a person or send images away
@@ -70,7 +70,6 @@ def _of_reward(name: str, setting: RewardConfig) -> Iterator[str]:
 
 
 def _texts(options: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Each text in the options of a reward, with the option that it belongs to."""
-    for option, value in options.items():
-        values = [*value.values(), *value] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        yield from ((option, text) for text in values if isinstance(text, str))
+    """Each text in the options of a reward, however deep, with the option that it belongs to."""
+    for (option, *keys), value in leaves(options):
+        yield from ((option, text) for text in (*keys, value) if isinstance(text, str))

@@ -147,19 +147,32 @@ class _Refused(Exception):
     """Valid YAML that is refused here: duplicate keys, recursive or oversized aliases, half a surrogate pair."""
 
 
+INT, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+
+
 class _Numbers(Resolver):
-    """YAML 1.2's numbers: PyYAML's own pattern of a float needs a dot, and a sign of the exponent."""
+    """YAML 1.2's numbers. To PyYAML, which has those of 1.1, 1e-3 is a text, 010 is 8, and 16:9 is 969."""
 
 
+_Numbers.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in rows if tag not in (INT, FLOAT)]
+    for first, rows in Resolver.yaml_implicit_resolvers.items()
+}
+_Numbers.add_implicit_resolver(INT, re.compile(r"[-+]?[0-9]+(_[0-9]+)*$|0x[0-9a-fA-F]+$"), list("-+0123456789"))
 _Numbers.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+    FLOAT,
+    re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
     list("-+.0123456789"),
 )
 
 
 class _Loader(_Numbers, yaml.SafeLoader):
-    """PyYAML's safe loader, but duplicate keys are an error and 1e-3 is a number, as in YAML 1.2."""
+    """PyYAML's safe loader, but duplicate keys are an error, and numbers are those of YAML 1.2."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """The whole number, whose first zeros mean nothing."""
+        text = self.construct_scalar(node)
+        return int(text, 16 if text.startswith("0x") else 10)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         """The text, in which JSON's two escapes of one character are that character."""
@@ -182,6 +195,9 @@ class _Loader(_Numbers, yaml.SafeLoader):
                 raise _Refused(f"has the key {key!r} twice, {position}: keep one of them")
             lines[key] = line
         return super().construct_mapping(node, deep)
+
+
+_Loader.add_constructor(INT, _Loader.construct_yaml_int)
 
 
 class _Dumper(_Numbers, yaml.SafeDumper):

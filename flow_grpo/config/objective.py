@@ -9,19 +9,18 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from torch import Tensor
 
+from flow_grpo import objectives
+from flow_grpo.advantages import ADVANTAGES
 from flow_grpo.config.sections import ConfigSection, PathText, PositiveFloat, PositiveInt, Share
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.sde import TRANSITIONS
 from flow_grpo.text import suggest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from flow_grpo.sde import Transition
-    from flow_grpo.types import GradientState, Loss, NoisedImage, TrainedStep
+from flow_grpo.types import GradientState, Loss, NoisedImage, TrainedStep
 
 OLD_ADAPTER = "old"  # the adapter that slowly follows the trained one; checkpoints have this name
 CUSTOM = "file.py:function"  # stands for a user's own function in lists of names
@@ -63,7 +62,7 @@ def _number_or_ramp(value: Any, info: ValidationInfo) -> Any:
         raise FlowGRPOError(
             f"{info.field_name} starts at {value['start']:g}, above its max of {value['max']:g}: set a smaller start."
         )
-    return value
+    return DecayRamp.model_validate(value)  # whose errors name its setting
 
 
 Decay = Annotated[Share | DecayRamp, BeforeValidator(_number_or_ramp)]
@@ -261,6 +260,10 @@ class Objective(ConfigSection):
         """The adapter that samples a step's images; None is the trained one."""
         return None
 
+    def given(self) -> dict[str, Any]:
+        """The settings that were given or have another value than their default, and the name, as plain values."""
+        return {"name": self.name, **super().given()}
+
     def losses_per_image(self, sampling_steps: int) -> int:
         """The losses of an image: one for each trained step or noise level.
 
@@ -285,8 +288,6 @@ class Objective(ConfigSection):
     @field_validator("advantage")
     @classmethod
     def _advantage_is_known(cls, name: str) -> str:
-        from flow_grpo.advantages import ADVANTAGES  # here, since it loads torch
-
         if not is_custom(name) and name not in ADVANTAGES:
             close = suggest(name, list(ADVANTAGES))
             raise FlowGRPOError(
@@ -387,15 +388,8 @@ class OldPolicy(Objective):
 # -- objectives on the log-probabilities of sampling steps ------------------------------------------------------------
 
 
-def stochastic_transitions() -> "dict[str, Transition]":
-    """The rows of `sde.TRANSITIONS` that add noise, imported when they are needed, since they load torch."""
-    from flow_grpo.sde import TRANSITIONS
-
-    return {name: row for name, row in TRANSITIONS.items() if row.stochastic}
-
-
-def _with_names(schema: dict[str, Any]) -> None:
-    schema["enum"] = list(stochastic_transitions())
+# the transitions that add noise
+STOCHASTIC = {name: row for name, row in TRANSITIONS.items() if row.stochastic}
 
 
 class WindowConfig(ConfigSection):
@@ -419,7 +413,7 @@ class Stepwise(Objective):
 
     stepwise: ClassVar[bool] = True
 
-    transition: Annotated[str, Field(json_schema_extra=_with_names)] = "flow_sde"
+    transition: Annotated[str, Field(json_schema_extra={"enum": list(STOCHASTIC)})] = "flow_sde"
     """The transition of the trained steps: how they add noise."""
     noise_level: PositiveFloat = 0.7
     """How much noise a trained step adds."""
@@ -431,7 +425,7 @@ class Stepwise(Objective):
     """Whether the update uses the rollout's own graphs of the trained steps in place of replaying them (LeanGRPO, arXiv 2609.03528):
     faster, same gradient, for one update on a rollout. All graphs of a step are in memory at once, see `flow-grpo plan`."""
 
-    def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
+    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
         """The loss of n rows at one trained step.
 
         Args:
@@ -445,7 +439,7 @@ class Stepwise(Objective):
 
     def check_steps(self, sampling_steps: int) -> None:
         window, last = self.window, self.window.last_of(sampling_steps)
-        latest = sampling_steps - 1 if stochastic_transitions()[self.transition].noise_at_end else sampling_steps - 2
+        latest = sampling_steps - 1 if STOCHASTIC[self.transition].noise_at_end else sampling_steps - 2
         if not window.first_step <= last <= latest:
             raise FlowGRPOError(
                 f"objective.window trains steps {window.first_step} to {last}, but with {sampling_steps} sampling steps of "
@@ -459,22 +453,22 @@ class Stepwise(Objective):
     @field_validator("transition")
     @classmethod
     def _transition_is_known(cls, name: str) -> str:
-        if name not in (known := stochastic_transitions()):
-            close = suggest(name, list(known))
+        if name not in STOCHASTIC:
+            close = suggest(name, list(STOCHASTIC))
             raise FlowGRPOError(
-                f"objective.transition={name} is no transition that adds noise.{close} Choose one of {', '.join(known)}."
+                f"objective.transition={name} is no transition that adds noise.{close} Choose one of {', '.join(STOCHASTIC)}."
             )
         return name
 
     @model_validator(mode="after")
     def _noise_fits(self) -> "Stepwise":
-        row = stochastic_transitions()[self.transition]
+        row = STOCHASTIC[self.transition]
         if self.noise_level > row.max_noise_level:
             raise FlowGRPOError(
                 f"objective.noise_level={self.noise_level}, but for {self.transition} it is at most {row.max_noise_level:g}."
             )
         if self.kl == "flow_grpo" and not row.has_g:
-            with_g = " or ".join(name for name, one in stochastic_transitions().items() if one.has_g)
+            with_g = " or ".join(name for name, one in STOCHASTIC.items() if one.has_g)
             raise FlowGRPOError(f"objective.kl=flow_grpo divides by the g of {with_g}; {self.transition} has none.")
         return self
 
@@ -485,9 +479,7 @@ class Grpo(Clip, StepWeight, Stepwise):
     name: Literal["grpo"] = "grpo"
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
-    def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
         low, high = self.clip_range(observed_clip)
         return objectives.grpo(step, advantage, low, high)
 
@@ -498,9 +490,7 @@ class Reinforce(StepWeight, Stepwise):
     name: Literal["reinforce"] = "reinforce"
     needs: ClassVar[Needs] = Needs(zero_at_zero_advantage=True, single_update=True)
 
-    def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
         return objectives.reinforce(step, advantage)
 
 
@@ -510,9 +500,7 @@ class GrpoGuard(Clip, Stepwise):
     name: Literal["grpo_guard"] = "grpo_guard"
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
-    def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
         low, high = self.clip_range(observed_clip)
         return objectives.grpo_guard(step, advantage, low, high)
 
@@ -526,9 +514,7 @@ class Dppo(StepWeight, Stepwise):
     latent."""
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
-    def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
         return objectives.dppo(step, advantage, self.threshold)
 
 
@@ -538,9 +524,7 @@ class Ppo(Clip, StepWeight, Stepwise):
     name: Literal["ppo"] = "ppo"
     needs: ClassVar[Needs] = Needs(ratio=True, critic=True)
 
-    def loss(self, step: "TrainedStep", advantage: "Tensor", observed_clip: float = math.inf) -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
         low, high = self.clip_range(observed_clip)
         return objectives.grpo(step, advantage, low, high)
 
@@ -562,11 +546,11 @@ class ForwardProcess(Objective):
     """Whether the images of a prompt have the same noise levels and the same noise. false draws them for each image, as nft and crd were
     published; then differences of the images' losses are noisier."""
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         """The loss of n rows at one noise level."""
         raise NotImplementedError
 
-    def group_statistic(self, image: "NoisedImage", advantage: "Tensor") -> "Tensor":
+    def group_statistic(self, image: NoisedImage, advantage: Tensor) -> Tensor:
         """A number of each row (n,) whose mean over a group the loss needs, in `image.group_mean`."""
         raise NotImplementedError
 
@@ -604,9 +588,7 @@ class Awm(Clip, LatentUnit, ForwardProcess):
     """Weight of the matching loss; `adaptive` divides it by its mean absolute error, as pepg does (arXiv 2602.04663)."""
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         low, high = self.clip_range()
         return objectives.awm(
             image, advantage, low, high, loss_weight=self.loss_weight, sum_over_latents=self.sum_over_latents
@@ -619,9 +601,7 @@ class Pepg(LatentUnit, ForwardProcess):
     name: Literal["pepg"] = "pepg"
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_ratio_1=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.pepg(image, advantage, self.sum_over_latents)
 
 
@@ -635,9 +615,7 @@ class Nft(OldPolicy, ForwardProcess):
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
     needs: ClassVar[Needs] = Needs(old_policy=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.nft(image, advantage, self.beta, self.advantage_max)
 
 
@@ -651,14 +629,10 @@ class Crd(OldPolicy, ForwardProcess):
     """Advantages are clipped to ±advantage_max and mapped to [0, 1]. It also scales the loss."""
     needs: ClassVar[Needs] = Needs(old_policy=True, group_mean=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.crd(image, advantage, self.beta, self.advantage_max)
 
-    def group_statistic(self, image: "NoisedImage", advantage: "Tensor") -> "Tensor":
-        from flow_grpo import objectives
-
+    def group_statistic(self, image: NoisedImage, advantage: Tensor) -> Tensor:
         return objectives.crd_residual(image, advantage, self.beta, self.advantage_max)
 
 
@@ -670,14 +644,10 @@ class Dgpo(ForwardProcess):
     """How sharply a group's mean preference decides its weight."""
     needs: ClassVar[Needs] = Needs(zero_at_zero_advantage=True, reference=True, group_mean=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.dgpo(image, advantage)
 
-    def group_statistic(self, image: "NoisedImage", advantage: "Tensor") -> "Tensor":
-        from flow_grpo import objectives
-
+    def group_statistic(self, image: NoisedImage, advantage: Tensor) -> Tensor:
         return objectives.dgpo_preference(image, advantage, self.beta)
 
 
@@ -687,9 +657,7 @@ class Sft(Dataset, ForwardProcess):
     name: Literal["sft"] = "sft"
     needs: ClassVar[Needs] = Needs(selection="best")
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.sft(image)
 
 
@@ -701,9 +669,7 @@ class Dpo(Dataset, ForwardProcess):
     """How sharply the difference of two matching errors decides."""
     needs: ClassVar[Needs] = Needs(selection="best_and_worst", reference=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.dpo(image, self.beta)
 
 
@@ -721,9 +687,7 @@ class Distill(ForwardProcess):
     kl/teacher."""
     needs: ClassVar[Needs] = Needs(anchors=True)
 
-    def loss(self, image: "NoisedImage", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
         return objectives.distill(image)
 
 
@@ -783,10 +747,8 @@ class RewardGradient(Objective):
         gradients, images = self.FURTHER_DECODES
         return predicted + trains_final + gradients, images + (0 if trains_final else 1)
 
-    def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
+    def loss(self, state: GradientState, advantage: Tensor) -> Loss:
         """The loss of n rows at a trained state."""
-        from flow_grpo import objectives
-
         return objectives.reward_gradient(state)
 
 
@@ -890,9 +852,7 @@ class Mend(MovedImages):
     name: Literal["mend"] = "mend"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="if_better")
 
-    def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, state: GradientState, advantage: Tensor) -> Loss:
         return objectives.mend(state, advantage)
 
 
@@ -912,9 +872,7 @@ class Opsd(MovedImages):
     name: Literal["opsd"] = "opsd"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="both_ways")
 
-    def loss(self, state: "GradientState", advantage: "Tensor") -> "Loss":
-        from flow_grpo import objectives
-
+    def loss(self, state: GradientState, advantage: Tensor) -> Loss:
         return objectives.opsd(state, advantage)
 
 

@@ -19,8 +19,11 @@ def expand_rewards(values: dict[str, Any]) -> None:
         if isinstance(rewards, list) and all(isinstance(name, str) for name in rewards):
             rewards = dict.fromkeys(rewards, 1.0)
         if isinstance(rewards, dict):
-            number = (int, float)
-            section["rewards"] = {k: {"weight": v} if isinstance(v, number) else v or {} for k, v in rewards.items()}
+            section["rewards"] = {name: _expand_reward(setting) for name, setting in rewards.items()}
+
+
+def _expand_reward(setting: Any) -> Any:
+    return {"weight": setting} if isinstance(setting, int | float) else {} if setting is None else setting
 
 
 def expand_objective(values: dict[str, Any]) -> dict[str, Any]:
@@ -38,8 +41,8 @@ def expand_trackers(values: dict[str, Any]) -> dict[str, Any]:
     names = [trackers] if isinstance(trackers, str) else trackers
     if not isinstance(names, list | dict):
         return values
-    full = {name: names[name] or {} for name in names} if isinstance(names, dict) else {str(n): {} for n in names}
-    return {**values, "trackers": full}
+    full = dict(names) if isinstance(names, dict) else dict.fromkeys(map(str, names))
+    return {**values, "trackers": {name: {} if own is None else own for name, own in full.items()}}
 
 
 def resolve_auto_microbatch(values: dict[str, Any], defaults: dict[str, int]) -> dict[str, Any]:
@@ -75,11 +78,15 @@ def _with_microbatch(stage: Any, values: dict[str, Any], size: int) -> Any:
 def check_form(pairs: list[str]) -> None:
     """Check that all are `key.sub=value` pairs. FlowGRPOError with the pair to write."""
     for pair, following in zip(pairs, [*pairs, ""][1:], strict=True):
-        key, equals, _ = _split(pair)
+        key, equals, text = _split(pair)
         if not equals or not key:
             is_split = key and following and not _split(following)[1]  # steps 3
             example = f"write {pair}={following}" if is_split else "write it so, for example optimizer.lr=1e-4"
             raise FlowGRPOError(f"{pair!r} is not of the form key.sub=value: {example}.")
+        if (
+            not text.strip()
+        ):  # as of a shell's variable that is not set; it would be null, with which lora= trains all weights
+            raise FlowGRPOError(f"{pair!r} has no value: write {key}=null for none, or {key}='\"\"' for an empty text.")
 
 
 def override(values: dict[str, Any], pair: str) -> list[str]:
@@ -90,14 +97,17 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
     """
     check_form([pair])
     key, _, text = _split(pair)
-    key = "objective.name" if key == "objective" and re.fullmatch(r"[\w./:\\-]+", text) else key  # objective=grpo
+    key = "objective.name" if key == "objective" and re.fullmatch(r"[\w./: \\-]+", text) else key  # objective=grpo
     expand_rewards(values)
     path = _path(values, key)
     *parents, last = path
     for parent in parents:
-        values = values.setdefault(parent, {})
+        if values.get(parent) is None:  # missing, or a section without settings, as `lora: null`
+            values[parent] = {}
+        values = values[parent]
         if not isinstance(values, dict):
-            raise FlowGRPOError(f"{pair!r}: {parent} is a single value, it has no {last}.")
+            kind = "list: give all of it," if isinstance(values, list) else "single value,"
+            raise FlowGRPOError(f"{pair!r}: {parent} is a {kind} it has no {last}.")
     value = parse_yaml(text, f"the value of {key}")
     if parents in REWARD_SECTIONS and isinstance(value, int | float) and isinstance(values.get(last), dict):
         values, last = values[last], "weight"  # the reward's options stay

@@ -223,7 +223,7 @@ def _without_moved(values: dict[str, Any]) -> dict[str, Any]:
 def _objective(values: dict[str, Any]) -> dict[str, Any]:
     objective = values.get("objective")
     if isinstance(objective, Objective):
-        return {"name": objective.name, **objective.model_dump(exclude_unset=True)}
+        return objective.given()
     return objective if isinstance(objective, dict) else {}
 
 

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from flow_grpo.config import checks
 from flow_grpo.config.loading import TRAINING_PROMPTS, dump_yaml, find_config, read_yaml
-from flow_grpo.config.objective import Objective, section_types, shared_settings
+from flow_grpo.config.objective import AnchorConfig, Objective, section_types, shared_settings
 from flow_grpo.config.overrides import (
     SIZES,
     check_form,
@@ -23,7 +23,7 @@ from flow_grpo.config.overrides import (
     resolve_auto_microbatch,
 )
 from flow_grpo.config.retired import FSDP, drop_retired, merged, move_to_objective, replace_sampling
-from flow_grpo.config.sections import ConfigSection, EvaluationConfig, RewardConfig
+from flow_grpo.config.sections import ConfigSection, EvaluationConfig, PromptSetConfig, RewardConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
@@ -88,7 +88,7 @@ class FlowGRPOConfig(RunSettings):
         if not self.stages:
             return [(0, self._with_fitting_microbatch())]
         base, stages, start = self.model_dump(exclude={"stages"}), [], 0
-        base["objective"] = {"name": self.objective.name, **self.objective.model_dump(exclude_unset=True)}
+        base["objective"] = self.objective.given()
         for number, settings in enumerate(self.stages, 1):
             unknown = next((key for key in settings if key not in STAGE_FIELDS), None)
             if unknown is not None or "steps" not in settings:
@@ -107,6 +107,8 @@ class FlowGRPOConfig(RunSettings):
 
     @classmethod
     def _validated(cls, values: dict[str, Any], source: str = "") -> "FlowGRPOConfig":
+        if odd := [key for key in values if not isinstance(key, str)]:
+            raise FlowGRPOError(f"{source}there is no setting {odd[0]!r}.")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -151,7 +153,7 @@ class FlowGRPOConfig(RunSettings):
 
     def with_overrides(self, overrides: list[str]) -> "FlowGRPOConfig":
         """The config with `key.sub=value` pairs over it. FlowGRPOError as for `from_yaml`."""
-        return self._validated(_overridden(self.model_dump(exclude_unset=True), overrides))
+        return self._validated(_overridden(self.given(), overrides))
 
     def with_launcher_settings(self) -> "FlowGRPOConfig":
         """Return the config with memory.shard set from accelerate's launch flag `--use_fsdp`.
@@ -221,8 +223,11 @@ def _with_objective_of(former: dict[str, Any], chosen: dict[str, Any]) -> dict[s
 
 
 OTHER_NAMES = {"learning_rate": "lr"}  # of trl and accelerate
-NUMBERS = {"int_parsing": "a whole number", "int_type": "a whole number", "int_from_float": "a whole number"}
-NUMBERS |= {"float_parsing": "a number", "float_type": "a number"}
+KINDS = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+}
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # pydantic adds these to the location of an error
 
 
@@ -230,19 +235,36 @@ def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
     """The first error in a config of this type, and for an unknown setting the one that was probably meant."""
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"]]
-    setting = ".".join(part for part in parts if (part.isidentifier() and part not in UNION_MEMBERS) or ":" in part)
+    setting = _setting(first)
+    if first["type"] == "invalid_key" or parts[-1:] == ["[key]"]:
+        return f"{setting} has the key {first['input']!r}: a key should be a name, or a text in quotes."
+    if first["type"] == "missing" and parts[-1].isidentifier():
+        return f"{setting} is missing."
     if first["type"] == "extra_forbidden":
         unknown = setting if parts[-1].isidentifier() else ".".join(filter(None, [setting, parts[-1]]))
         return f"there is no setting {unknown}.{_did_you_mean(parts, config)}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    return f"{setting} is {first['input']!r}, but {_expected(first, parts, config)}."
+    # a setting of several types has an error of each
+    expected = [_expected(one, parts, config) for one in error.errors() if _setting(one) == setting]
+    others = [one.removeprefix("it should be ") for one in dict.fromkeys(expected)][1:]
+    return f"{setting} is {first['input']!r}, but {' or '.join([expected[0], *others])}."
+
+
+def _setting(error: ErrorDetails) -> str:
+    """The dotted name of the setting that an error is about, without the types and numbers in its location."""
+    parts = map(str, error["loc"])
+    return ".".join(part for part in parts if (part.isidentifier() and part not in UNION_MEMBERS) or ":" in part)
 
 
 def _expected(error: ErrorDetails, location: list[str], config: type[ConfigSection]) -> str:
     """The values that a setting may have, as the end of a sentence."""
-    if error["type"] in NUMBERS:
-        return f"it should be {NUMBERS[error['type']]}"
+    if error["type"] in KINDS:
+        return f"it should be {KINDS[error['type']]}"
+    if error["type"] == "missing":
+        return "it should have more values"
+    if error["type"] == "model_type" and "prompts" in location:
+        return "it should be a file or {file: ..., weight: ..., rewards: ...}"
     if error["type"] == "model_type" and location[-2:-1] == ["rewards"]:
         return "it should be a weight such as 0.5, or {weight: 0.5, options: {...}}"
     if error["type"] == "model_type":
@@ -285,18 +307,22 @@ def setting_paths(config: type[ConfigSection], word: str) -> list[str]:
 
 
 def _paths(section: type[ConfigSection], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Paths of keys to all settings; without those of a reward, whose path contains its own name."""
+    """Paths of keys to all settings; without those of an entry of a list, or of a reward, whose path contains its own name."""
     for name, field in section.model_fields.items():
         yield (*parents, name)
         for inner in _sections(field):
-            if inner is not RewardConfig:
+            if inner not in (RewardConfig, PromptSetConfig, AnchorConfig):
                 yield from _paths(inner, (*parents, name))
 
 
 def _sections(field: FieldInfo | None) -> list[type[ConfigSection]]:
     """Section types in a setting's annotation; all objectives' sections for `objective`."""
-    annotations = (field.annotation, *get_args(field.annotation)) if field else ()
-    # Python 3.10: list[str] is a type
-    classes = [annotation for annotation in annotations if isinstance(annotation, type) and get_origin(annotation) is None]
-    sections = [annotation for annotation in classes if issubclass(annotation, ConfigSection)]
+    sections = _types_in(field.annotation) if field else []
     return list(section_types().values()) if Objective in sections else sections
+
+
+def _types_in(annotation: Any) -> list[type[ConfigSection]]:
+    """The section types in an annotation, such as that of a list of them."""
+    if get_origin(annotation) is not None:
+        return [found for inner in get_args(annotation) for found in _types_in(inner)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, ConfigSection) else []

@@ -10,7 +10,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -59,8 +61,8 @@ class ConfigSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _finite(cls, values: Any) -> Any:
-        for path, value in _numbers(values):
-            if not math.isfinite(value):
+        for path, value in leaves(values):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise FlowGRPOError(f"{'.'.join(path)} is {value}, but it should be a finite number.")
         return values
 
@@ -69,29 +71,39 @@ class ConfigSection(BaseModel):
         fields = type(self).model_fields
         if name not in fields:
             raise FlowGRPOError(f"there is no setting {name}.{suggest(name, list(fields))}")
+        # without what follows from other settings, as `steps` from `stages` and `prompts` from `model`
+        kept = {key: one for key, one in self if key in self.model_fields_set or isinstance(one, BaseModel | dict | list)}
         try:
-            checked = type(self).model_validate({**dict(self), name: value})
+            checked = type(self).model_validate({**kept, name: value})
         except ValidationError as error:
             first = error.errors()[0]
             own = first["ctx"]["error"] if first["type"] == "value_error" else None
             should = first["msg"].replace("Input should", "it should")
             raise FlowGRPOError(str(own or f"{name} is {value!r}, but {should}.")) from None
-        super().__setattr__(name, getattr(checked, name))
+        self.__dict__.update(checked.__dict__)
+        self.model_fields_set.add(name)
 
     def changed(self) -> list[str]:
         """The fields with another value than their default."""
-        return [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
+        fields = type(self).model_fields.items()
+        default = {name: one.get_default(call_default_factory=True, validated_data=dict(self)) for name, one in fields}
+        return [name for name, value in self if value != default[name]]
+
+    def given(self) -> dict[str, Any]:
+        """The settings that were given or have another value than their default, as plain values."""
+        plain, names = self.model_dump(), {*self.model_fields_set, *self.changed()}
+        return {key: one.given() if isinstance(one, ConfigSection) else plain[key] for key, one in self if key in names}
 
 
-def _numbers(values: Any) -> Iterator[tuple[list[str], float]]:
-    """The floats of plain values, however deep, each with the keys that lead to it."""
+def leaves(values: Any) -> Iterator[tuple[list[str], Any]]:
+    """The single values in plain ones, however deep, each with the keys that lead to it."""
     stack: list[tuple[list[str], Any]] = [([], values)]
     visited: set[int] = set()  # YAML's references may form a ring
     while stack:
         path, value = stack.pop()
-        if isinstance(value, float):
+        if not isinstance(value, dict | list | tuple):
             yield path, value
-        elif isinstance(value, dict | list | tuple) and id(value) not in visited:
+        elif id(value) not in visited:
             visited.add(id(value))
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             stack += [([*path, str(key)], part) for key, part in inner]
@@ -110,7 +122,7 @@ class SamplingConfig(ConfigSection):
 class LoraConfig(ConfigSection):
     rank: Annotated[int, Field(gt=0, le=2**16)] = 32
     """Rank of the low-rank matrices."""
-    alpha: float = 64
+    alpha: PositiveFloat = 64
     """The product of the low-rank matrices is scaled by alpha / rank."""
     targets: list[str] | Literal["all"] | None = None
     """Modules of the transformer that get a LoRA, by the end of their name; by default the attention projections; `all` are all linear
@@ -209,28 +221,26 @@ class PromptSetConfig(ConfigSection):
         return self.name or PurePath(self.file).stem
 
 
-def _read_prompt_sets(value: Any) -> Any:
-    """The sets of a list; a text in it is a file. Another value is a file or none."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):  # said here, so that the error is of `prompts` and not of one of its types
-        raise PydanticCustomError("prompts", "it should be a file or a list of prompt sets")
-    sets = []
-    for number, entry in enumerate(value, 1):
-        try:
-            sets.append(PromptSetConfig.model_validate({"file": entry} if isinstance(entry, str) else entry))
-        except ValidationError as error:
-            first = error.errors()[0]
-            path = ".".join(map(str, first["loc"]))
-            wrong = f"{path}: {first['msg']}" if path else "it should be a file or {file: ..., weight: ..., rewards: ...}"
-            details = {"number": number, "wrong": wrong}
-            # not a ValueError, whose sentence would stand without the setting's name
-            raise PydanticCustomError("prompt_set", "prompt set {number}: {wrong}", details) from error
-    return sets
+def _by_type(value: Any) -> str | None:
+    """The tag of a file or of a list of sets, so that an error is that of the type that is meant."""
+    return next((kind.__name__ for kind in (str, list) if isinstance(value, kind)), None)
+
+
+def _file_as_set(value: Any) -> Any:
+    return {"file": value} if isinstance(value, str) else value
 
 
 FROM_PYTHON = "(given from Python)"  # in a run's config, instead of prompts that were given in memory
-Prompts = Annotated[PathText | list[PromptSetConfig] | None, BeforeValidator(_read_prompt_sets)]
+Prompts = (
+    Annotated[
+        Annotated[PathText, Tag("str")]
+        | Annotated[list[Annotated[PromptSetConfig, BeforeValidator(_file_as_set)]], Tag("list")],
+        Discriminator(
+            _by_type, custom_error_type="prompts", custom_error_message="it should be a file or a list of prompt sets"
+        ),
+    ]
+    | None
+)
 
 
 class EvaluationConfig(ConfigSection):

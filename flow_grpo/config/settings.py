@@ -101,7 +101,7 @@ class RunSettings(ConfigSection):
     @classmethod
     def _of_its_type(cls, value: Any) -> Any:
         """The section of the objective that is named, with the settings of that objective alone."""
-        return read_objective(value.model_dump(exclude_unset=True) if type(value) is Objective else value)
+        return read_objective(value.given() if type(value) is Objective else value)
 
     @property
     def training_prompts(self) -> str | list[PromptSetConfig]:

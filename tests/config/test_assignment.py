@@ -11,7 +11,7 @@ from support import small_policy as small
 from support.paths import ROOT
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.config.objective import OBJECTIVES, Nft
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.hub import resolve_lora
 
@@ -41,6 +41,32 @@ def test_an_assignment_may_use_the_short_forms_of_a_file():
     args.optimizer.lr = 1
     assert args.rewards["clip"].weight == 1
     assert (args.trackers, args.optimizer.lr) == ({"wandb": {}}, 1.0)
+
+
+def test_the_steps_of_stages_and_the_prompts_of_a_model_follow_an_assignment():
+    args = FlowGRPOConfig()
+    args.stages = [{"steps": 3}]
+    assert args.steps == 3
+    args.stages = [{"steps": 2}, {"steps": 5}]
+    assert args.steps == 7
+    args.model = "tiny_shapes"
+    assert args.prompts == FlowGRPOConfig(model="tiny_shapes").prompts
+    args.prompts, args.model = "mine.txt", "tiny"
+    assert args.prompts == "mine.txt"
+
+
+def test_overrides_keep_what_was_set_in_python():
+    args = FlowGRPOConfig(objective=Nft(beta=2))
+    args.lora.rank, args.objective.advantage_max = 5, 3
+    args.trackers["wandb"] = {}
+    changed = args.with_overrides(["seed=4"])
+    assert (changed.seed, changed.lora.rank, changed.trackers) == (4, 5, args.trackers)
+    assert changed.objective == args.objective
+    assert FlowGRPOConfig(objective=Nft()).with_overrides(["seed=4"]).objective.name == "nft"
+    args = FlowGRPOConfig()
+    args.objective.window.schedule, args.objective.window.size = "fixed", 50
+    with pytest.raises(FlowGRPOError, match=r"objective\.window\.size=50 does not fit"):
+        args.with_overrides(["seed=4"])
 
 
 @pytest.mark.parametrize("name", ["", *OBJECTIVES])
@@ -84,7 +110,9 @@ def test_a_tilde_without_a_home_folder_is_one_sentence(no_home):
         resolve_lora("~/lora")
 
 
-@pytest.mark.parametrize("override", ["output_dir=", 'output_dir=""', "prompts=' '", "model=", "output_dir=${HOME}/x"])
+@pytest.mark.parametrize(
+    "override", ["output_dir=null", 'output_dir=""', "prompts=' '", "model=null", "output_dir=${HOME}/x"]
+)
 def test_an_empty_path_or_one_with_a_variable_is_refused(override):
     with pytest.raises(ValueError, match=r"(is '.*'|is None), but (it should be|variables are not replaced)") as error:
         FlowGRPOConfig.from_yaml("tiny_ocr", [override])
@@ -99,6 +127,19 @@ def test_a_misspelt_option_of_an_objective_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"strenght.* Did you mean strength\? Its options are strength\."):
         custom_functions(Start(FlowGRPOConfig(objective=objective)))
     custom_functions(Start(FlowGRPOConfig(objective={**objective, "options": {"strength": 2.0}})))
+
+
+def test_an_advantage_of_other_arguments_is_refused_before_training(tmp_path):
+    from flow_grpo.training.start_checks import Start, custom_functions
+
+    (tmp_path / "mine.py").write_text(
+        "def one(reward):\n    return reward\n\n\ndef both(reward, group):\n    return reward\n"
+    )
+    with pytest.raises(
+        FlowGRPOError, match=r"advantage .*mine\.py:one: too many positional arguments\. It gets \(reward, group\)"
+    ):
+        custom_functions(Start(FlowGRPOConfig(objective={"advantage": f"{tmp_path / 'mine.py'}:one"})))
+    custom_functions(Start(FlowGRPOConfig(objective={"advantage": f"{tmp_path / 'mine.py'}:both"})))
 
 
 def test_a_misspelt_weight_of_a_function_is_refused(tmp_path):

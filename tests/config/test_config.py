@@ -233,12 +233,30 @@ def test_overrides_reach_into_sections():
         ("dtype=fp8", "dtype is 'fp8'"),
         ("optimizer.lr=.inf", "optimizer.lr is inf, but it should be a finite number"),
         ("guidance=.nan", "guidance is nan, but it should be a finite number"),
+        ("lora.alpha=0", "lora.alpha is 0, but it should be greater than 0"),
         ("lora.alpha=.nan", "lora.alpha is nan, but it should be a finite number"),
         ("pipeline_kwargs={x:.nan}", "pipeline_kwargs.x is nan, but it should be a finite number"),
         ("rewards={ocr:{options:{x:.inf}}}", "rewards.ocr.options.x is inf, but it should be a finite number"),
         ("height=100000000", "height is 100000000, but it should be less than or equal to 16384"),
         ("prompts=3", ": prompts is 3, but it should be a file or a list of prompt sets."),
         ("evaluation.prompts=3", "evaluation.prompts is 3, but it should be a file or a list of prompt sets."),
+        ("prompts=[{file:a.txt,weigth:2}]", "there is no setting prompts.weigth. Did you mean weight?"),
+        ("prompts=[{file:a.txt,weight:-2}]", "prompts.weight is -2, but it should be greater than 0"),
+        ("prompts=[{file:a.txt,rewards:{ocr:a}}]", "prompts.rewards.ocr is 'a', but it should be a number"),
+        ("prompts=[{weight:2}]", "prompts.file is missing"),
+        ("objective.anchors=[{to:base}]", "objective.anchors.weight is missing"),
+        ("objective.sigma_range=[0.2]", "objective.sigma_range is [0.2], but it should have more values"),
+        ("objective.name=nft objective.old_policy_decay={rate:a,max:1}", "objective.old_policy_decay.rate is 'a', but"),
+        ("memory.vae_slicing=tile", "it should be true or false or 'tiles'"),
+        ("rewards.ocr.frames=middle", "it should be a whole number or 'first', 'last' or 'all'"),
+        ("trackers={wandb:false}", "trackers.wandb is False, but"),
+        ("trackers.wandb=false", "trackers.wandb is False, but"),
+        ("rewards.ocr=[]", "rewards.ocr is [], but it should be a weight"),
+        ("stages=[{steps:3}] stages.0.steps=4", "stages is a list: give all of it, it has no steps"),
+        ("optimizer={1:2}", "optimizer has the key 1: a key should be a name"),
+        ("rewards={5:1}", "rewards has the key 5: a key should be a name"),
+        ("lora=", "'lora=' has no value: write lora=null for none"),
+        ("device= seed=3", "'device=' has no value"),
     ],
 )
 def test_every_mistake_is_a_clear_error(override, words):
@@ -369,6 +387,8 @@ BOMB = "a: &a [x, x]\n" + "".join(
         (b"rewards: &a {ocr: *a}", "has an alias of itself, in line 1"),
         (b"optimizer:\n\tlr: 1\n", "line 2: lines are indented by spaces, and this one has a tab"),
         (b"- 1", "must hold `key: value` lines"),
+        (b"1: 2", r"^bad\.yaml: there is no setting 1\."),
+        (b"on: {steps: 3}", r"^bad\.yaml: there is no setting True\."),
         (b"just words", "must hold `key: value` lines"),
         (b"steps: 1\n---\nsteps: 2\n", "found another document"),
         ("prompts: Kätzchen.txt".encode("latin-1"), r"bad\.yaml is not UTF-8 text: line 1 has the byte 0xe4"),
@@ -405,7 +425,7 @@ def test_line_ends_of_windows_are_read(tmp_path):
     [
         ("base: &o {lr: 1e-3}\noptimizer: *o\n", "there is no setting base"),
         ("defaults: &d {model: tiny}\n<<: *d\n", "there is no setting defaults"),
-        ("prompts: [yes, no, 007, 1e3, null, a fox]\n", "prompt set 1: it should be a file or"),
+        ("prompts: [yes, no, 007, 1e3, null, a fox]\n", "prompts is True, but it should be a file or"),
         ("rewards:\n\tjpeg_size: 1\n", "line 2: lines are indented by spaces, and this one has a tab"),
         ("import ml_collections\ndef ocr_sd3():\n    return 1\n", "is not valid YAML, line 2"),
         ("rewards:\n  - name: OCR\n    weight: 1.0\n", r"but it should have weights: write {ocr: 1\.0}"),
@@ -430,7 +450,26 @@ def test_a_number_needs_no_dot_in_a_file_in_braces_or_in_an_override_and_quoted_
     assert FlowGRPOConfig.from_yaml("tiny_ocr", ["optimizer.lr=+.5e0"]).optimizer.lr == 0.5
 
 
-@pytest.mark.parametrize("text", ["1e5", "-1e-6", "+.5", "12"])
+@pytest.mark.parametrize(
+    ("text", "value"), [("seed: 0123", 123), ("seed: 1_000", 1000), ("seed: 0x10", 16), ("seed: -07", -7)]
+)
+def test_a_number_may_begin_with_zeros(tmp_path, text, value):
+    (tmp_path / "own.yaml").write_text(text)
+    assert FlowGRPOConfig.from_yaml(tmp_path / "own.yaml").seed == value
+
+
+def test_a_ratio_is_a_text(tmp_path):
+    (tmp_path / "own.yaml").write_text("prompts: [{file: wide.txt, name: 16:9}]")
+    assert FlowGRPOConfig.from_yaml(tmp_path / "own.yaml").prompts[0].label == "16:9"
+
+
+def test_an_override_goes_into_a_section_that_is_null(tmp_path):
+    (tmp_path / "own.yaml").write_text("lora: null\nevaluation:\n")
+    args = FlowGRPOConfig.from_yaml(tmp_path / "own.yaml", ["lora.rank=8", "evaluation.every=7"])
+    assert (args.lora.rank, args.evaluation.every) == (8, 7)
+
+
+@pytest.mark.parametrize("text", ["1e5", "-1e-6", "+.5", "12", "010", "1_000", ".inf", ".nan"])
 def test_a_text_that_looks_like_a_number_is_written_and_read_back_as_text(text):
     args = FlowGRPOConfig.from_yaml("tiny_ocr", [f"output_dir='{text}'"])
     assert args.output_dir == text

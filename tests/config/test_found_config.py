@@ -109,6 +109,7 @@ NAMED = [
     ({"rewards": {"human": {"options": {"votes": "it_ran"}}}}, "the reward human"),
     ({"rewards": {"clip": {"options": {"pretrained": "URL"}}}}, "'URL' in the options of the reward clip"),
     ({"rewards": {"clip": {"options": {"model": "local-dir:theirs"}}}}, "'local-dir:theirs' in the options of the reward clip"),
+    ({"rewards": {"ocr": {"options": {"a": [{"b": ["./x"]}]}}}}, "'./x' in the options of the reward ocr"),
     ({"rewards": {"fidelity": {"options": {"model": "hf-hub:they/theirs"}}}}, "'hf-hub:they/theirs' in the options of"),
     ({"rewards": {"preference_head": {"options": {"weights": "run"}}}}, "'run' in the options of the reward preference_head"),
     ({"evaluation": {"prompts": "https://127.0.0.1:1/prompts.txt"}}, "the prompts https://127.0.0.1:1/prompts.txt"),
