@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -91,16 +90,6 @@ def current_line(now: float) -> str:
     return next((current.line(now) for current in reversed(_phases) if now - current.started >= PATIENCE), "")
 
 
-class Display(Protocol):
-    """Where phases are shown."""
-
-    def refresh(self, now: float) -> None:
-        """Show the phase at this time. It is called several times a second."""
-
-    def clear(self) -> None:
-        """Take back what can be taken back, since another display shows from here on."""
-
-
 class Lines:
     """A new line for each message, as in a file."""
 
@@ -174,6 +163,9 @@ class BelowBars:
     def clear(self) -> None:
         """Remove the line."""
         self.bars.line = ""
+
+
+Display = Lines | StatusLine | BelowBars  # where phases are shown, several times a second
 
 
 def _one_line(line: str) -> Text:

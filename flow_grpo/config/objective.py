@@ -480,8 +480,7 @@ class Grpo(Clip, StepWeight, Stepwise):
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
     def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        low, high = self.clip_range(observed_clip)
-        return objectives.grpo(step, advantage, low, high)
+        return objectives.grpo(step, advantage, *self.clip_range(observed_clip))
 
 
 class Reinforce(StepWeight, Stepwise):
@@ -501,8 +500,7 @@ class GrpoGuard(Clip, Stepwise):
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
     def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        low, high = self.clip_range(observed_clip)
-        return objectives.grpo_guard(step, advantage, low, high)
+        return objectives.grpo_guard(step, advantage, *self.clip_range(observed_clip))
 
 
 class Dppo(StepWeight, Stepwise):
@@ -525,8 +523,7 @@ class Ppo(Clip, StepWeight, Stepwise):
     needs: ClassVar[Needs] = Needs(ratio=True, critic=True)
 
     def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        low, high = self.clip_range(observed_clip)
-        return objectives.grpo(step, advantage, low, high)
+        return objectives.grpo(step, advantage, *self.clip_range(observed_clip))
 
 
 # -- objectives on final latents, noised afresh -----------------------------------------------------------------------

@@ -10,16 +10,16 @@ SIZES = ("prompts_per_step", "images_per_prompt")
 REWARD_SECTIONS = [["rewards"], ["evaluation", "rewards"]]  # settings whose keys are names of rewards
 
 
-def expand_rewards(values: dict[str, Any]) -> None:
-    """Make `{ocr: {weight: 1.0}}` of `[ocr]` and of `{ocr: 1.0}`, in place."""
-    for section in (values, values.get("evaluation")):
-        if not isinstance(section, dict):
-            continue
-        rewards = section.get("rewards")
-        if isinstance(rewards, list) and all(isinstance(name, str) for name in rewards):
-            rewards = dict.fromkeys(rewards, 1.0)
-        if isinstance(rewards, dict):
-            section["rewards"] = {name: _expand_reward(setting) for name, setting in rewards.items()}
+def expand_rewards(values: dict[str, Any]) -> dict[str, Any]:
+    """Make `{ocr: {weight: 1.0}}` of `[ocr]` and of `{ocr: 1.0}`, in `evaluation` too."""
+    if isinstance(evaluation := values.get("evaluation"), dict):
+        values = {**values, "evaluation": expand_rewards(evaluation)}
+    rewards = values.get("rewards")
+    if isinstance(rewards, list) and all(isinstance(name, str) for name in rewards):
+        rewards = dict.fromkeys(rewards, 1.0)
+    if not isinstance(rewards, dict):
+        return values
+    return {**values, "rewards": {name: _expand_reward(setting) for name, setting in rewards.items()}}
 
 
 def _expand_reward(setting: Any) -> Any:
@@ -98,7 +98,7 @@ def override(values: dict[str, Any], pair: str) -> list[str]:
     check_form([pair])
     key, _, text = _split(pair)
     key = "objective.name" if key == "objective" and re.fullmatch(r"[\w./: \\-]+", text) else key  # objective=grpo
-    expand_rewards(values)
+    values |= expand_rewards(values)
     path = _path(values, key)
     *parents, last = path
     for parent in parents:

@@ -35,7 +35,7 @@ FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a L
 ATTRIBUTE = "set the attribute {} of the reward's class or function, or of judge options.{}"
 NO_GAIN = "remove it: no config of this package sets it, and no measurement speaks for another value"
 UNIFORM = "remove it: at the same number of images, scenes were learned as well without it (dev/LOG.md)"
-GRAPHS = "it was never measured on a GPU; set memory.compile=true, which was (docs/performance.md)"
+GRAPHS = "set memory.compile=true, which was measured on a GPU (docs/performance.md)"
 RETIRED = [
     Retired("dynamic_sampling_rounds", 0, UNIFORM),
     Retired("prompt_skipping.patience", 0, UNIFORM),
@@ -126,12 +126,10 @@ def _dropped(values: Any, path: list[str], retired: Retired, parents: tuple[str,
         return {**values, key: _dropped(values[key], rest, retired, (*parents, key))}
     value = values[key]
     if value in retired.values if retired.values else value != retired.default:
-        raise FlowGRPOError(f"{'.'.join((*parents, key))}={value} is no longer supported: {retired.instead}.")
+        stays = retired.values or retired.instead.startswith("remove it")
+        do = retired.instead if stays else f"leave it out, and {retired.instead}"
+        raise FlowGRPOError(f"{'.'.join((*parents, key))}={value} is no longer supported: {do}.")
     return values if retired.values else {name: entry for name, entry in values.items() if name != key}
-
-
-def _shown(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part != "*")
 
 
 # from `sampling` to stepwise objectives
@@ -231,4 +229,4 @@ def documented() -> Iterator[tuple[str, str]]:
     """Each retired setting, with its values if the setting stays, and what to do instead: the migration table."""
     for retired in RETIRED:
         values = f": {', '.join(retired.values)}" if retired.values else ""
-        yield f"{_shown(retired.path)}{values}", retired.instead
+        yield f"{retired.path.replace('.*', '')}{values}", retired.instead

@@ -57,8 +57,7 @@ class FlowGRPOConfig(RunSettings):
         """Expand short forms, and drop settings of 0.4 that are gone."""
         if not isinstance(values, dict):
             return values
-        values = expand_trackers(_with_current_settings(values))
-        expand_rewards(values)
+        values = expand_rewards(expand_trackers(_with_current_settings(values)))
         return resolve_auto_microbatch(values, {name: cls.model_fields[name].default for name in SIZES})
 
     @model_validator(mode="after")

@@ -40,6 +40,7 @@ def test_a_retired_value_is_refused_with_what_to_do_instead(retired):
             FlowGRPOConfig(**settings(retired.path, value))
         assert "is no longer supported: " in str(error.value)
         assert str(error.value).endswith(f"{retired.instead}.")
+        assert retired.values or any(words in str(error.value) for words in ("remove it", "leave it out, and "))
 
 
 def test_the_changelog_has_a_row_for_each_retired_setting():

@@ -94,7 +94,9 @@ def test_scope_and_opponents_are_attributes_wherever_a_reward_runs(tmp_path, set
 
 
 def test_a_scope_in_the_config_is_refused_by_the_rewards_name():
-    with pytest.raises(FlowGRPOError, match=r"rewards\.judge\.scope=pair is no longer supported: set the attribute scope"):
+    with pytest.raises(
+        FlowGRPOError, match=r"rewards\.judge\.scope=pair is no longer supported: leave it out, and set the attribute scope"
+    ):
         FlowGRPOConfig.from_yaml("tiny_ocr", ["rewards={judge: {scope: pair, opponents: 2}}"])
 
 
