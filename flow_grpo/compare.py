@@ -185,7 +185,9 @@ def _train_in_process(
 def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides: list[str]) -> None:
     """Train one run from its last evaluation to evaluation `number`, and evaluate it. Number 0 is before training."""
     quiet_libraries()
-    _exit_if_orphaned()
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # the comparison that continues in its place trains anew from the last evaluation
+        exit_with_parent(parent.sentinel)
     try:
         with show_phases(Console(stderr=True)):
             run.add(_train_and_evaluate(run, number, budget, overrides))
@@ -239,13 +241,6 @@ def _print_error_line(line: str) -> None:
     Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _exit_if_orphaned() -> None:
-    """End this process when its parent ends: the comparison that continues in its place trains anew from the last evaluation."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        exit_with_parent(parent.sentinel)
-
-
 def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:
     if len({Path(config).stem for config in configs}) < len(configs):
         raise FlowGRPOError("two of the configs have one file name: rename one, since runs are kept by that name.")
@@ -273,12 +268,13 @@ def _check_budget(file: Path, budget: Budget) -> None:
     """FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
     if file.exists():
         try:
-            former = Budget(**json.loads(regular_bytes(file, MAX_JSON)))
-        except (ValueError, TypeError, RecursionError) as error:
+            former = TypeAdapter(Budget).validate_python(json.loads(regular_bytes(file, MAX_JSON)))
+            between = former.until(1)
+        except (ValueError, ArithmeticError, RecursionError) as error:
             raise FlowGRPOError(f"{file} is damaged: give another folder by --out.") from error
-        if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):
+        if former.unit != budget.unit or not math.isclose(between, budget.until(1)):
             raise FlowGRPOError(
-                f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "
+                f"{file.parent} was started with {between:g} {former.unit} between evaluations, not {budget.until(1):g} "
                 f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
             )
 

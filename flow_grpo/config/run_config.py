@@ -226,6 +226,9 @@ KINDS = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "a number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "a mapping, {name: value}",
 }
 UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # pydantic adds these to the location of an error
 
@@ -258,8 +261,6 @@ def _setting(error: ErrorDetails) -> str:
 
 def _expected(error: ErrorDetails, location: list[str], config: type[ConfigSection]) -> str:
     """The values that a setting may have, as the end of a sentence."""
-    if error["type"] in KINDS:
-        return f"it should be {KINDS[error['type']]}"
     if error["type"] == "missing":
         return "it should have more values"
     if error["type"] == "model_type" and "prompts" in location:
@@ -273,6 +274,8 @@ def _expected(error: ErrorDetails, location: list[str], config: type[ConfigSecti
     if error["type"] == "dict_type" and location[-1] == "rewards":
         name = error["input"] if isinstance(error["input"], str) else "ocr"
         return f"it should have weights: write {{{name}: 1.0}}"
+    if error["type"] in KINDS:
+        return f"it should be {KINDS[error['type']]}"
     return error["msg"].replace("Input should", "it should")
 
 

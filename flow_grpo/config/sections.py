@@ -221,22 +221,19 @@ class PromptSetConfig(ConfigSection):
         return self.name or PurePath(self.file).stem
 
 
-def _by_type(value: Any) -> str | None:
-    """The tag of a file or of a list of sets, so that an error is that of the type that is meant."""
-    return next((kind.__name__ for kind in (str, list) if isinstance(value, kind)), None)
-
-
 def _file_as_set(value: Any) -> Any:
     return {"file": value} if isinstance(value, str) else value
 
 
+PromptSet = Annotated[PromptSetConfig, BeforeValidator(_file_as_set, json_schema_input_type=str | PromptSetConfig)]
 FROM_PYTHON = "(given from Python)"  # in a run's config, instead of prompts that were given in memory
 Prompts = (
     Annotated[
-        Annotated[PathText, Tag("str")]
-        | Annotated[list[Annotated[PromptSetConfig, BeforeValidator(_file_as_set)]], Tag("list")],
-        Discriminator(
-            _by_type, custom_error_type="prompts", custom_error_message="it should be a file or a list of prompt sets"
+        Annotated[PathText, Tag("str")] | Annotated[list[PromptSet], Tag("list")],
+        Discriminator(  # so that an error is that of the type that is meant
+            lambda value: type(value).__name__,
+            custom_error_type="prompts",
+            custom_error_message="it should be a file or a list of prompt sets",
         ),
     ]
     | None

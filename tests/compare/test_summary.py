@@ -3,9 +3,11 @@
 import json
 from dataclasses import asdict
 
+import pytest
 from matplotlib.figure import Figure
 
-from flow_grpo.compare import CURVE, ComparedRun, CurvePoint, save_plot
+from flow_grpo.compare import BUDGET, CURVE, ComparedRun, CurvePoint, compare, parse_budget, save_plot
+from flow_grpo.errors import FlowGRPOError
 
 
 def equal_runs(folder, names):
@@ -16,6 +18,13 @@ def equal_runs(folder, names):
         run.folder.mkdir(parents=True)
         (run.folder / CURVE).write_text("".join(json.dumps(asdict(point)) + "\n" for point in points))
     return runs
+
+
+@pytest.mark.parametrize(("amount", "evaluations"), [("5 s", 3), (None, 3), (5, 0)])
+def test_a_damaged_budget_is_one_sentence(tmp_path, amount, evaluations):
+    (tmp_path / BUDGET).write_text(json.dumps({"amount": amount, "unit": "seconds", "evaluations": evaluations}))
+    with pytest.raises(FlowGRPOError, match=r"budget\.json is damaged: give another folder by --out"):
+        compare(["tiny_ocr"], 1, parse_budget("5s", 3), tmp_path, overrides=[], metric="ocr", target=None)
 
 
 def test_equal_curves_of_compared_runs_are_all_visible(tmp_path, monkeypatch):

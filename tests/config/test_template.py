@@ -87,5 +87,12 @@ def test_the_schema_accepts_every_shipped_config_and_names_every_setting(tmp_pat
         errors = [error.message for error in validator.iter_errors(yaml.safe_load(Path(file).read_text()))]
         assert not errors, f"{file.name}: {errors[0]}"
     assert set(schema["properties"]) == set(FlowGRPOConfig.model_fields)
+    for short in (
+        {"prompts": ["a.txt", {"file": "b.txt"}]},
+        {"rewards": ["ocr"]},
+        {"trackers": "wandb"},
+        {"objective": "nft"},
+    ):
+        assert not list(validator.iter_errors(short)), short
     for wrong in ({"lr": 1e-3}, {"steps": 0}, {"objective": {"transition": "sde"}}, {"rewards": {"ocr": "much"}}):
         assert list(validator.iter_errors(wrong)), wrong
