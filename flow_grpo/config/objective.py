@@ -480,7 +480,8 @@ class Grpo(Clip, StepWeight, Stepwise):
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
     def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        return objectives.grpo(step, advantage, *self.clip_range(observed_clip))
+        low, high = self.clip_range(observed_clip)
+        return objectives.grpo(step, advantage, low, high)
 
 
 class Reinforce(StepWeight, Stepwise):
@@ -500,7 +501,8 @@ class GrpoGuard(Clip, Stepwise):
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
     def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        return objectives.grpo_guard(step, advantage, *self.clip_range(observed_clip))
+        low, high = self.clip_range(observed_clip)
+        return objectives.grpo_guard(step, advantage, low, high)
 
 
 class Dppo(StepWeight, Stepwise):
@@ -523,7 +525,8 @@ class Ppo(Clip, StepWeight, Stepwise):
     needs: ClassVar[Needs] = Needs(ratio=True, critic=True)
 
     def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        return objectives.grpo(step, advantage, *self.clip_range(observed_clip))
+        low, high = self.clip_range(observed_clip)
+        return objectives.grpo(step, advantage, low, high)
 
 
 # -- objectives on final latents, noised afresh -----------------------------------------------------------------------
