@@ -113,8 +113,8 @@ def _load(model: str, settings: list[str]) -> "Policy":
 def _noise_level(text: str) -> float:
     try:
         level = float(text)
-        if not math.isfinite(level):
-            raise FlowGRPOError
-        return level
     except ValueError:
-        raise FlowGRPOError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.") from None
+        level = math.nan
+    if not math.isfinite(level):
+        raise FlowGRPOError(f"{text!r} is not a noise level: give numbers with commas between, such as 0.4,0.7.")
+    return level

@@ -149,9 +149,13 @@ def _default_folder(words: list[str]) -> Path:
 
 def _warnings(reward_sum: "WeightedSum", rows: Any, images: "dict[int, Tensor]") -> list[str]:
     """Sentences on values that mean less than they seem to; `images` are some of the rows'."""
-    from flow_grpo.evaluation.group_dependence import rows_warnings
+    from flow_grpo.data.prompts import PromptSet
+    from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 
-    return [*reward_sum.drop_messages, *(rows_warnings(reward_sum.rewards, rows, images) if rows and images else [])]
+    if not (rows and images):
+        return reward_sum.drop_messages
+    prompts = PromptSet(rows.prompts, rows.metadata)
+    return [*reward_sum.drop_messages, *group_dependence_warnings(reward_sum.rewards, prompts, images)]
 
 
 def _write(scorecard: "Scorecard", folder: Path, settings: dict[str, Any], warnings: list[str]) -> None:

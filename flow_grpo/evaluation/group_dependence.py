@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
@@ -92,13 +91,6 @@ def group_dependence_warnings(
     batch = prompts.take(indices, 1)
     inputs = RewardInputs(torch.stack([images[i] for i in indices]), batch.prompts, batch.columns())
     return group_dependence_of(reward_funcs, inputs, should_stop)
-
-
-def rows_warnings(reward_funcs: dict[str, rewards.Reward], rows: ImageRecords, images: dict[int, Tensor]) -> list[str]:
-    """Warnings as of `group_dependence_warnings`, for the images of some rows, by the row's index."""
-    indices = list(images)[:NUM_IMAGES]
-    first = torch.stack([images[i] for i in indices])
-    return group_dependence_of(reward_funcs, RewardInputs(first, [rows.prompts[i] for i in indices], rows.columns(indices)))
 
 
 def group_dependence_of(

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -159,44 +159,27 @@ def _keys(target: TargetResult) -> dict[tuple[str, int | None], int]:
     return {key: row for row, key in enumerate(zip(target.rows.prompts, target.rows.seeds, strict=True))}
 
 
-@dataclass(frozen=True)
-class PairedRows:
+class PairedRows(NamedTuple):
     """The rows of a target and of the other one that are compared prompt by prompt or, `by_seed`, row by row."""
 
     rows: list[int]
     other_rows: list[int]
     by_seed: bool
 
-    def with_finite_values(self, values: list[float], other_values: list[float]) -> "PairedRows":
-        """If paired by seed, the pairs with two finite values: a prompt's means are then over the same noise on both sides."""
-        if not self.by_seed:
-            return self
-        pairs = zip(self.rows, self.other_rows, strict=True)
-        finite = [
-            (row, other_row)
-            for row, other_row in pairs
-            if math.isfinite(values[row]) and math.isfinite(other_values[other_row])
-        ]
-        return PairedRows([row for row, _ in finite], [other_row for _, other_row in finite], True)
-
 
 def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | None, str]:
     """The paired rows of two targets, None if they share no prompt, and a description of the pairing."""
     rows_by_key, other_rows_by_key = _keys(target), _keys(other)
     both = [key for key in rows_by_key if key in other_rows_by_key and key[1] is not None]
-    prompts = len({prompt for prompt, _ in both})
     if both:
         rows = [rows_by_key[key] for key in both], [other_rows_by_key[key] for key in both]
-        description = f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
-        return PairedRows(rows[0], rows[1], by_seed=True), description
+        prompts = len({prompt for prompt, _ in both})
+        return PairedRows(*rows, True), f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
     shared = set(target.rows.prompts) & set(other.rows.prompts)
-    if shared:
-        target_rows, other_rows = (
-            [i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other)
-        )
-        description = f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
-        return PairedRows(target_rows, other_rows, by_seed=False), description
-    return None, "unpaired: no prompt is in both"
+    if not shared:
+        return None, "unpaired: no prompt is in both"
+    own, others = ([i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other))
+    return PairedRows(own, others, False), f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
 
 
 def _change(target: TargetResult, other: TargetResult, metric: str, shared: PairedRows | None) -> MetricChange:
@@ -204,14 +187,21 @@ def _change(target: TargetResult, other: TargetResult, metric: str, shared: Pair
         means, other_means = by_prompt(target, metric), by_prompt(other, metric)
         test = significance.unpaired([*means.values()], [*other_means.values()])
         return MetricChange(test.difference, test.p, test.p, prompts=0, pairs=0)
-    finite = shared.with_finite_values(target.values[metric], other.values[metric])
-    means = by_prompt(target, metric, finite.rows)
-    other_means = by_prompt(other, metric, finite.other_rows)
+    rows, other_rows, by_seed = shared
+    if by_seed:  # pairs with two finite values: a prompt's means are then over the same noise on both sides
+        values, other_values = target.values[metric], other.values[metric]
+        finite = [
+            (row, other_row)
+            for row, other_row in zip(rows, other_rows, strict=True)
+            if math.isfinite(values[row]) and math.isfinite(other_values[other_row])
+        ]
+        rows, other_rows = [row for row, _ in finite], [other_row for _, other_row in finite]
+    means, other_means = by_prompt(target, metric, rows), by_prompt(other, metric, other_rows)
     prompts = [prompt for prompt in means if prompt in other_means]
     if not prompts:
         return MetricChange(Estimate(math.nan, math.nan, math.nan), 1.0, 1.0, prompts=0, pairs=0)
     test = significance.paired([means[p] for p in prompts], [other_means[p] for p in prompts])
-    return MetricChange(test.difference, test.p, test.p, len(prompts), len(finite.rows) if finite.by_seed else 0)
+    return MetricChange(test.difference, test.p, test.p, len(prompts), len(rows) if by_seed else 0)
 
 
 def _adjusted(changes: dict[str, dict[str, MetricChange]]) -> dict[str, dict[str, MetricChange]]:

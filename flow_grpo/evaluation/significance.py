@@ -217,11 +217,7 @@ def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str
         statistic,
         permutation_type=kind,
         n_resamples=RESAMPLES,
-        batch=_batch(samples),
+        batch=max(1, BATCH_NUMEL // sum(map(len, samples))),
         random_state=np.random.default_rng(0),
     )
     return float(result.pvalue)
-
-
-def _batch(samples: tuple[np.ndarray, ...]) -> int:
-    return max(1, BATCH_NUMEL // sum(len(sample) for sample in samples))

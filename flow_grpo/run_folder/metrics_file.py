@@ -49,13 +49,12 @@ def rewind(folder: Path, step: int) -> str | None:
     Returns a sentence with the number of moved lines, or None if there are none.
     """
     file, torn = folder / METRICS, folder / TORN
-    lines = _lines(file)
-    rows = [(line, row) for line in lines if (row := parse_row(line)) is not None]
-    foreign = [line for line in lines if parse_row(line) is None]
+    rows = [(line, parse_row(line)) for line in _lines(file)]
+    foreign = [line for line, row in rows if row is None]
     if foreign:
         former = _lines(torn)
         write_atomic(torn, _joined(former + [line for line in foreign if line not in former]))
-    write_atomic(file, _joined([line for line, row in rows if row["step"] <= step]))
+    write_atomic(file, _joined([line for line, row in rows if row and row["step"] <= step]))
     if not foreign:
         return None
     what = "1 line that is no row" if len(foreign) == 1 else f"{len(foreign)} lines that are no rows"

@@ -102,7 +102,8 @@ class SampleRecorder:
             "prompts": prompts,
             **({"sources": sources} if any(sources) else {}),
             "values": values,
-            **_image_metrics(evaluation),
+            "high_frequency_power": evaluation.high_frequency_power.tolist(),
+            "diversity": evaluation.diversity.tolist(),
             "extremes": extremes,
         }
         write_atomic(self._folder(step) / layout.EVALUATION, json.dumps(content))
@@ -158,10 +159,6 @@ class SampleRecorder:
         with write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             pixels.save(file, "WEBP", quality=QUALITY, lossless=max(pixels.size) <= LOSSLESS_UP_TO)
-
-
-def _image_metrics(evaluation: Evaluation) -> dict[str, list[float]]:
-    return {"high_frequency_power": evaluation.high_frequency_power.tolist(), "diversity": evaluation.diversity.tolist()}
 
 
 def best_and_worst(reward: list[float]) -> list[int]:
