@@ -8,9 +8,9 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Awaitable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,13 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.interrupt import in_thread
 from flow_grpo.rewards.scopes import signature
 
 ROWS = "metadata"  # a parameter that gets the metadata as one dict for each image
 TEXTS = ("prompt", "prompts", "completion", "completions")
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
 LARGEST = 1e15  # of a value: squares and sums of larger ones leave float32
-_own = threading.local()
+_turn = threading.Lock()  # held by the thread that runs the loop of `_loop`
 Given = TypeVar("Given")
 
 
@@ -87,16 +88,20 @@ def finished(returned: Any, graph: bool = False) -> Any:
     """
     if inspect.isawaitable(returned):
         returned = _awaited(returned)
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned = returned[0]  # (scores, details), as in flow_grpo
     if isinstance(returned, Iterator):
         returned = list(returned)
     if isinstance(returned, Tensor):
         returned = returned.dequantize() if returned.is_quantized else returned
         returned = (returned if graph else returned.detach()).cpu()
+    elif hasattr(returned, "__array__"):
+        returned = np.array(returned)  # of a column of a data frame, and of a reversed array, which torch does not read
     return returned
 
 
 def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
-    """The values (count,) float32 in what a reward returned.
+    """The values (count,) float32 in what a reward returned, as `finished` has left it.
 
     Args:
         kind: "images" or "pairs of images".
@@ -104,8 +109,6 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
     Raises:
         FlowGRPOError: it is not one number for each image, or one is too large.
     """
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        returned = returned[0]  # (scores, details), as in flow_grpo
     must = f"for {count} {kind}; it must return one number each"
     if problem := _no_numbers(returned):
         raise FlowGRPOError(f"reward {name} returned {problem[0]} {must}{problem[1]}")
@@ -148,31 +151,30 @@ def _no_numbers(returned: Any) -> tuple[str, str] | None:
 
 
 def _awaited(awaitable: Awaitable) -> Any:
-    """Run it in this thread's own event loop, which lives as long, so that a client can be kept between calls."""
+    """Run it in one event loop for all calls, whichever thread makes them, so that a client can be kept between calls.
+
+    It gets a loop of its own where another thread is running that one.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        if not hasattr(_own, "loop"):
-            _own.loop = asyncio.new_event_loop()
-        return _own.loop.run_until_complete(_wait(awaitable))
-    return _in_a_thread(awaitable)  # a notebook's cell: its thread runs a loop already
+        if not _turn.acquire(blocking=False):
+            return asyncio.run(_wait(awaitable))
+        try:
+            return _loop(os.getpid()).run_until_complete(_wait(awaitable))
+        finally:
+            _turn.release()
+    return in_thread(functools.partial(_awaited, awaitable)).result()  # a notebook's cell: its thread runs a loop already
+
+
+@functools.cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of a process; a forked process needs its own."""
+    return asyncio.new_event_loop()
 
 
 async def _wait(awaitable: Awaitable) -> Any:
     return await awaitable
-
-
-def _in_a_thread(awaitable: Awaitable) -> Any:
-    result: Future = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(asyncio.run(_wait(awaitable)))
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result.result()
 
 
 def copied(given: Given) -> Given:

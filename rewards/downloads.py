@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from flow_grpo.errors import RetryableError
 VARIABLE = "HF_HUB_OFFLINE"
 PATHS = ("/", "./", "../", "~")  # prefixes of names that can only be paths
 PATIENCE = 5.0  # seconds to wait for the hub's answer
+_loading = threading.RLock()  # the settings of `downloads` are the process's
 
 
 class HubUnreachable(RetryableError):
@@ -30,7 +32,7 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
 
     huggingface_hub retries an unreachable hub six times for each file, with growing pauses and log lines. This context asks the hub once
     per process; if it does not answer, only the cache is used. Where a file names code of its author, transformers would ask the user
-    whether to run it; here it refuses.
+    whether to run it; here it refuses. Other threads wait until the context is left.
 
     Raises:
         FileNotFoundError: a name can only be a path, and does not exist.
@@ -39,22 +41,22 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
     not_local = [str(name) for name in names if name is not None and not Path(name).exists()]
     if missing := next((name for name in not_local if name.startswith(PATHS)), None):
         raise FileNotFoundError(f"there is no {missing}")
-    offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable
-    unreachable = bool(not_local) and (offline or not _answers(constants.ENDPOINT))
-    constants.HF_HUB_OFFLINE = unreachable or offline
-    logging.disable(logging.CRITICAL)
-    try:
-        with _no_questions():
-            yield
-    except Exception as error:
-        if unreachable and any(isinstance(cause, OSError) for cause in _causes(error)):
-            raise HubUnreachable(
-                f"{' or '.join(not_local)}: not in the cache, and the hub ({constants.ENDPOINT}) can't be reached."
-            ) from error
-        raise
-    finally:
-        constants.HF_HUB_OFFLINE = offline
-        logging.disable(disabled)
+    with _loading:
+        offline, disabled = constants.HF_HUB_OFFLINE, logging.root.manager.disable
+        unreachable = bool(not_local) and (offline or not _answers(constants.ENDPOINT))
+        constants.HF_HUB_OFFLINE = unreachable or offline
+        logging.disable(logging.CRITICAL)
+        try:
+            with _no_questions():
+                yield
+        except Exception as error:
+            if unreachable and any(isinstance(cause, OSError) for cause in _causes(error)):
+                why = f"{VARIABLE} is set" if offline else f"the hub ({constants.ENDPOINT}) can't be reached"
+                raise HubUnreachable(f"{' or '.join(not_local)}: not in the cache, and {why}.") from error
+            raise
+        finally:
+            constants.HF_HUB_OFFLINE = offline
+            logging.disable(disabled)
 
 
 @contextmanager

@@ -37,13 +37,11 @@ class Fidelity(torch.nn.Module):
         assert source is not None
         changed, kept = (keep * batch.cpu() + (1 - keep) * 0.5 for batch in (images, source))
         with torch.no_grad():
-            parts = [
-                (self.embed.encode_images(to_pil(changed_batch)) * self.embed.encode_images(to_pil(kept_batch))).sum(1)
-                for changed_batch, kept_batch in zip(
-                    changed.split(self.batch_size), kept.split(self.batch_size), strict=True
-                )
-            ]
-        return torch.cat(parts).float().cpu()
+            first, second = (
+                torch.cat([self.embed.encode_images(to_pil(part)) for part in batch.split(self.batch_size)])
+                for batch in (changed, kept)
+            )
+        return (first * second).sum(1).float().cpu()
 
 
 class Unchanged:

@@ -4,9 +4,12 @@ Mask2Former finds the objects and CLIP names their colours. The rules are functi
 model.
 """
 
+import difflib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -55,7 +58,8 @@ class Detector:
         self.device, self.batch_size = usable_device("geneval", device), batch_size
         with downloads(model):
             self.processor = Mask2FormerImageProcessor.from_pretrained(model)
-            self.model = Mask2FormerForUniversalSegmentation.from_pretrained(model).to(self.device).eval()
+            found = Mask2FormerForUniversalSegmentation.from_pretrained(model, dtype=torch.float32)
+            self.model = found.to(self.device).eval()
         if self.model.config.num_labels != len(CLASSES):
             raise FlowGRPOError(f"geneval: {model} has {self.model.config.num_labels} classes, not COCO's {len(CLASSES)}.")
 
@@ -176,16 +180,13 @@ class GenEval:
         include: list[list[dict[str, Any]]],
         exclude: list[list[dict[str, Any]] | None] | None = None,
     ) -> torch.Tensor:
-        """images (B, 3, H, W) in [0, 1]; returns (B,)."""
+        """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError for a class or a colour that is none of GenEval's."""
+        check_demands(itertools.chain(*include, *(forbidden or [] for forbidden in exclude or [])))
         scores = []
         wanted = zip(images, self.detector(images), tag, include, exclude or [None] * len(tag), strict=True)
         for image, detections, kind, asked, forbidden in wanted:
             things = confident(detections, COUNTING_THRESHOLD if kind == "counting" else THRESHOLD)
-
-            def colors(objects: list[Detection], name: str, image: torch.Tensor = image) -> list[str]:
-                return self.names(image, objects, name)
-
-            scores.append(self.scoring(things, asked, forbidden or [], colors))
+            scores.append(self.scoring(things, asked, forbidden or [], partial(self.names, image)))
         return torch.tensor(scores)
 
 
@@ -197,6 +198,16 @@ class ExactGenEval(GenEval):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(scoring="published", **options)
+
+
+def check_demands(demands: Iterable[dict[str, Any]]) -> None:
+    """Raise FlowGRPOError for a class or a colour that is never found, whatever the image shows."""
+    for demand in demands:
+        for kind, known in (("class", CLASSES), ("color", COLORS)):
+            if demand.get(kind) and demand[kind] not in known:
+                close = difflib.get_close_matches(demand[kind], known, n=1)
+                hint = f" Did you mean {close[0]}?" if close else ""
+                raise FlowGRPOError(f"geneval: the {kind} {demand[kind]!r} is none of GenEval's {len(known)}.{hint}")
 
 
 def confident(detections: list[Detection], threshold: float) -> dict[str, list[Detection]]:

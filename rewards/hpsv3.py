@@ -123,7 +123,7 @@ class HPSv3(nn.Module):
             scaled = list(prepared(images.to(self.device), list(size), self.processor.image_processor))
             steps = PREPARED
         else:
-            scaled = _scaled(images)
+            scaled = [image.resize(_size(image), Image.Resampling.BICUBIC) for image in images]
         content = [
             [{"type": "image"}, {"type": "text", "text": INSTRUCTION.format(text_prompt=prompt)}] for prompt in prompts
         ]
@@ -132,13 +132,10 @@ class HPSv3(nn.Module):
         return self.processor(text=texts, images=scaled, padding=True, return_tensors="pt", **steps).to(self.device)
 
 
-def _scaled(images: list[Image.Image]) -> list[Image.Image]:
-    """The images in the size that the model was trained on."""
-    scaled = []
-    for image in images:
-        height, width = smart_resize(image.height, image.width, min_pixels=PIXELS, max_pixels=PIXELS)
-        scaled.append(image.resize((width, height), Image.Resampling.BICUBIC))
-    return scaled
+def _size(image: Image.Image) -> tuple[int, int]:
+    """Width and height in which the model was trained on such an image."""
+    height, width = smart_resize(image.height, image.width, min_pixels=PIXELS, max_pixels=PIXELS)
+    return width, height
 
 
 def _parts(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

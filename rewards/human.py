@@ -19,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import expanded
 from flow_grpo.rewards.images import SOURCES, has_sources, to_png
 from flow_grpo.rewards.serving.client import png
 
@@ -61,7 +62,7 @@ class Human:
     frames = 1  # of a video: each one more is another question
 
     def __init__(self, votes: str = "votes/votes.jsonl", port: int = 0) -> None:
-        self.votes = Path(votes)
+        self.votes = expanded(votes)
         self.ballots: dict[int, Ballot] = {}
         self.numbers, self.lock = itertools.count(), threading.Lock()
         listening = socket.create_server(("127.0.0.1", port))

@@ -153,7 +153,7 @@ def unique(prompts: list[str]) -> tuple[list[str], list[int]]:
 
 
 def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a reward, or a class's `__call__`, that takes a list of 8-bit RGB PIL images instead of the tensor.
+    """Decorate a reward, or a class's `__call__`, that takes lists of 8-bit RGB PIL images instead of tensors.
 
     A reward of whole videos gets a list of frames for each.
 
@@ -161,16 +161,21 @@ def takes_pil(function: Callable[..., Any]) -> Callable[..., Any]:
     def reward(images, prompts, **metadata):
         return [image.getpixel((0, 0))[0] / 255 for image in images]
     """
+    if isinstance(function, type):
+        raise FlowGRPOError(f"takes_pil decorates a function: write it above the method __call__ of {function.__name__}.")
 
     @functools.wraps(function)  # keeps the signature, which says what metadata it takes
     def reward(*arguments: Any, **metadata: Any) -> Tensor | list[float]:
-        *instance, images, prompts = arguments
-        if isinstance(metadata.get(SOURCE), Tensor):
-            metadata[SOURCE] = to_pil(metadata[SOURCE])
-        pil_images = [to_pil(video) for video in images] if is_video(images) else to_pil(images)
-        return function(*instance, pil_images, prompts, **metadata)
+        return function(*map(_shown, arguments), **{name: _shown(value) for name, value in metadata.items()})
 
     return reward
+
+
+def _shown(value: Any) -> Any:
+    """PIL images in place of a tensor of images, lists of them in place of one of videos; anything else itself."""
+    if not isinstance(value, Tensor):
+        return value
+    return [to_pil(video) for video in value] if is_video(value) else to_pil(value)
 
 
 class ImageFile(NamedTuple):

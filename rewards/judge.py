@@ -19,44 +19,36 @@ from flow_grpo.rewards.images import SOURCES, has_sources, to_pil, to_png
 from flow_grpo.rewards.scopes import IMAGE, PAIR
 from flow_grpo.rewards.serving.retry import Client, InvalidResponse, NoResponse, gather, post_with_retries
 
-QUESTIONS = {
-    "number": (
-        "An image was made for this request:\n{prompt}\n\nHow well does the image show what was asked for? Answer with one number "
-        "from {low} (not at all) to {high} (perfectly), and nothing else."
-    ),
-    "yes_no": (
-        "An image was made for this request:\n{prompt}\n\nDoes the image show everything that was asked for? Answer with one word, "
-        "Yes or No."
-    ),
-    "expected": (
-        "An image was made for this request:\n{prompt}\n\nHow well does the image show what was asked for? Answer with one digit "
-        "from {low} (not at all) to {high} (perfectly), and nothing else."
-    ),
-    "checklist": "An image was made for this request:\n{prompt}\n\n{item}\nAnswer with one word, Yes or No.",
-    "echo": "Describe this image in detail.",
-}
+SCALE = "from {low} (not at all) to {high} (perfectly), and nothing else."
+
+
+def questions(opening: str, how_well: str, whether: str, echo: str) -> dict[str, str]:
+    """The question of each kind of answer."""
+    return {
+        "number": f"{opening}{how_well} Answer with one number {SCALE}",
+        "yes_no": f"{opening}{whether} Answer with one word, Yes or No.",
+        "expected": f"{opening}{how_well} Answer with one digit {SCALE}",
+        "checklist": f"{opening}{{item}}\nAnswer with one word, Yes or No.",
+        "echo": echo,
+    }
+
+
+QUESTIONS = questions(
+    "An image was made for this request:\n{prompt}\n\n",
+    "How well does the image show what was asked for?",
+    "Does the image show everything that was asked for?",
+    "Describe this image in detail.",
+)
 PAIR_QUESTION = (
     "Two images were made for this request:\n{prompt}\n\nWhich of them shows better what was asked for? Answer with one digit: 1 for "
     "the first image, 2 for the second."
 )
-EDIT_QUESTIONS = {
-    "number": (
-        "The first image was changed by this request, into the second:\n{prompt}\n\nHow well does the second image show the change, "
-        "with all else as it was? Answer with one number from {low} (not at all) to {high} (perfectly), and nothing else."
-    ),
-    "yes_no": (
-        "The first image was changed by this request, into the second:\n{prompt}\n\nDoes the second image show the change, with all "
-        "else as it was? Answer with one word, Yes or No."
-    ),
-    "expected": (
-        "The first image was changed by this request, into the second:\n{prompt}\n\nHow well does the second image show the change, "
-        "with all else as it was? Answer with one digit from {low} (not at all) to {high} (perfectly), and nothing else."
-    ),
-    "checklist": (
-        "The first image was changed by this request, into the second:\n{prompt}\n\n{item}\nAnswer with one word, Yes or No."
-    ),
-    "echo": "The first image was changed into the second. Say by which request.",
-}
+EDIT_QUESTIONS = questions(
+    "The first image was changed by this request, into the second:\n{prompt}\n\n",
+    "How well does the second image show the change, with all else as it was?",
+    "Does the second image show the change, with all else as it was?",
+    "The first image was changed into the second. Say by which request.",
+)
 EDIT_PAIR_QUESTION = (
     "The first image was changed by this request, in two ways, into the second and the third:\n{prompt}\n\nWhich of the two shows "
     "the change better, with all else as it was? Answer with one digit: 1 for the second image, 2 for the third."
@@ -241,7 +233,9 @@ class Judge:
                 value = parse_number(choice["message"]["content"], self.low, self.high)
                 return (value - self.low) / (self.high - self.low)
             tokens = choice["logprobs"]["content"][0]["top_logprobs"]
-            return expected_digit(tokens, int(self.low), int(self.high)) if self.answer == "expected" else yes_share(tokens)
+            if self.answer == "expected":
+                return expected_digit(tokens, int(self.low), int(self.high))
+            return token_share(tokens, "yes", "no")
 
     def _read_pair(self, response: httpx.Response) -> float:
         with _readable(response) as choice:
@@ -276,13 +270,8 @@ def echo(response: httpx.Response, prompt: str) -> float:
     )
 
 
-def yes_share(tokens: list[dict[str, Any]]) -> float:
-    """P(yes) / (P(yes) + P(no)) of the top first tokens, in any spelling of yes and no. FlowGRPOError if neither is among them."""
-    return token_share(tokens, "yes", "no")
-
-
 def token_share(tokens: list[dict[str, Any]], first: str, second: str) -> float:
-    """P(first) / (P(first) + P(second)) of the top first tokens. FlowGRPOError if neither is among them."""
+    """P(first) / (P(first) + P(second)) of the top first tokens, in any spelling. FlowGRPOError if neither is among them."""
     return _shares(tokens, [first, second])[first]
 
 
@@ -336,7 +325,8 @@ def parse_number(text: str, low: float, high: float) -> float:
     while match := NUMBER.search(rest):
         numbers.append(float(match[0]))
         rest = rest[match.end() :]
-        if (out_of := OUT_OF.match(rest)) and float(out_of[1]) == high:
+        if out_of := OUT_OF.match(rest):
+            numbers += [] if float(out_of[1]) == high else [math.nan]  # 5/5 is no 5 of 10
             rest = rest[out_of.end() :]
     if len(set(numbers)) != 1 or not low <= numbers[0] <= high:
         raise FlowGRPOError("not one number in the range")

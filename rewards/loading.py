@@ -75,38 +75,38 @@ def load(
         raise FlowGRPOError(f"reward {name} is either remote or isolated: give one of `remote` and `isolate`.")
     if "python" in options:  # of 0.4
         raise FlowGRPOError(f"reward {name}: an interpreter is a value of isolate: give isolate={options['python']}.")
-    if remote is not None:
-        client = _built(f"reward {name}", "remote", {"urls": remote, "reward": name, **options})
-        return with_frames(name, client, frames)
     if "device" in options:
         options["device"] = with_index(options["device"])
-    if isolate:
+    if frames is not None and (isolate or remote is not None):
+        check_sendable(name, frames)
+    reward: Any
+    if remote is not None:
+        reward = _built(f"reward {name}", "remote", {"urls": remote, "reward": name, **options})
+    elif isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
-        return with_frames(name, Isolated(name, options, None if isolate is True else isolate), frames)
-    reward = _built(f"reward {name}", name, options)
-    return reward if frames is None else Framed(reward, frames)
+        reward = Isolated(name, options, None if isolate is True else isolate)
+    else:
+        reward = _built(f"reward {name}", name, options)
+        return reward if frames is None else Framed(reward, frames)
+    if frames is not None:
+        reward.frames = checked_frames(frames)
+    return reward
 
 
 def _built(title: str, name: str, options: dict[str, Any]) -> Reward:
     """A reward with its options. `title` is its name in error messages."""
     target = check_options(name, **options)
-    if inspect.isclass(target):
-        with guarded(title, lambda kind: f"{title} could not be built{'' if kind == KNOWN else f': {kind}'}"):
-            reward = target(**options)
-    else:
-        reward = _with_options(target, options)
+    if not inspect.isclass(target):
+        return _with_options(target, options)
+    with guarded(title, lambda kind: f"{title} could not be built{'' if kind == KNOWN else f': {kind}'}"):
+        return _callable(title, target(**options))
+
+
+def _callable(title: str, reward: Any) -> Any:
     if not callable(reward):
         raise FlowGRPOError(f"{title} is not callable: it must be `reward(images, prompts, **metadata)`.")
     return reward
-
-
-def with_frames(name: str, client: Any, frames: Frames | None) -> Reward:
-    """Set the frames sent to a remote or isolated reward; None leaves its own. FlowGRPOError for frames=all: only images can be sent."""
-    if frames is not None:
-        check_sendable(name, frames)
-        client.frames = checked_frames(frames)
-    return client
 
 
 def reads_prompts(name: str, remote: str | list[str] | None = None, isolate: bool | str = False, **options: Any) -> bool:
@@ -121,26 +121,23 @@ def reads_prompts(name: str, remote: str | list[str] | None = None, isolate: boo
 
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
     """Check that a reward takes these options, without building it; returns its class or function. FlowGRPOError as in `load`."""
-    target = locate("reward", name, REGISTRY)
+    target = _callable(f"reward {name}", locate("reward", name, REGISTRY))
     if inspect.isfunction(target):
         check_inputs(name, target)
-    if misplaced := next((key for key in ("scope", "opponents") if key in options and not _names(target, key)), None):
+    takes = signature(target)
+    if misplaced := next((key for key in ("scope", "opponents") if key in options and key not in takes.parameters), None):
         raise FlowGRPOError(
             f"reward {name}: {misplaced} is no option: set the attribute {misplaced} of its class or function."
         )
     try:
         if inspect.isclass(target):
-            inspect.signature(target).bind(**options)
-        elif callable(target):
-            inspect.signature(target).bind_partial(None, None, **options)
+            takes.bind(**options)
+        else:
+            takes.bind_partial(None, None, **options)
     except TypeError as error:
-        known = f"; its options are {_options(target)}" if inspect.isclass(target) else ""
+        known = f"; its options are {', '.join(takes.parameters) or 'none'}" if inspect.isclass(target) else ""
         raise FlowGRPOError(f"reward {name}: {error}{known}.") from error
     return target
-
-
-def _names(target: Any, parameter: str) -> bool:
-    return callable(target) and parameter in inspect.signature(target).parameters
 
 
 def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callable[..., Any]:
@@ -275,7 +272,3 @@ def metric_names(names: Iterable[str], taken: Iterable[str] = ()) -> dict[str, s
         numbered = itertools.chain([short_name], (f"{short_name}_{n}" for n in itertools.count(2)))
         metrics[name] = next(candidate for candidate in numbered if candidate not in others)
     return metrics
-
-
-def _options(target: Callable[..., Any]) -> str:
-    return ", ".join(inspect.signature(target).parameters) or "none"

@@ -4,6 +4,7 @@ import functools
 import os
 import re
 import threading
+import unicodedata
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from flow_grpo.rewards.networks import with_index
 LINE_HEIGHT = 48  # pixels: height that PP-OCR's recogniser scales every line to
 DETECTOR_SIDE = 736  # pixels: the least shorter side that PP-OCR's detector is given; smaller images are scaled up
 SMALLER_SIDES = (368, 184)  # at which an image without a detected line is read again
+ENGINES = 8  # that are kept, of 35 MB each: one for each shape of images with a single line
 SINGLE_LINE = 64  # pixels: an image at most this high is one line of text, read without detection
 
 onnxruntime.disable_telemetry_events()  # where it was imported before, or reads no such variable (Windows)
@@ -80,10 +82,10 @@ class OCR:
 
     def read(self, images: torch.Tensor) -> list[str]:
         """Read the text in each of images (B, 3, H, W) in [0, 1]. Two rewards that are given the same tensor read it once."""
-        if images.is_inference():  # it has no version, which tells whether it was changed
-            return self._read(images)
-        key = (images._version, self.several_lines, self.device, os.getpid())
         with _LOCK:
+            if images.is_inference():  # it has no version, which tells whether it was changed
+                return self._read(images)
+            key = (images._version, self.several_lines, self.device, os.getpid())
             last = _last_read.get("images")
             if last is None or last() is not images or _last_read["key"] != key:
                 _last_read.update(texts=self._read(images), images=weakref.ref(images), key=key)
@@ -143,7 +145,7 @@ class OCR:
         return target
 
     def _plain(self, text: str) -> str:
-        text = " ".join(text.split()) if self.keep_spaces else text.replace(" ", "")
+        text = (" " if self.keep_spaces else "").join(unicodedata.normalize("NFC", text).split())
         return text if self.case_sensitive else text.lower()
 
 
@@ -167,7 +169,7 @@ def _shrunk(array: np.ndarray, side: int) -> np.ndarray:
     return cv2.resize(array, (round(width * scale), round(height * scale)), interpolation=cv2.INTER_AREA)
 
 
-@functools.cache
+@functools.lru_cache(ENGINES)
 def _engine(width: int, device: torch.device, process: int, side: int = DETECTOR_SIDE) -> Any:
     """RapidOCR whose recogniser takes lines of LINE_HEIGHT x width pixels, and whose detector scales shorter sides up to `side`.
 

@@ -1,5 +1,6 @@
 """PickScore: CLIP fine-tuned on which of two images the users of a web application preferred."""
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
@@ -31,7 +32,7 @@ class PickScore(nn.Module):
         try:
             with downloads(weights, processor):
                 self.processor = AutoProcessor.from_pretrained(processor, trust_remote_code=False)
-                self.model, loading_info = CLIPModel.from_pretrained(weights, output_loading_info=True)
+                self.model, loading_info = CLIPModel.from_pretrained(weights, dtype=torch.float32, output_loading_info=True)
         except HubUnreachable:
             raise
         except Exception as error:

@@ -103,10 +103,9 @@ class Color:
     def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError for a prompt that names no two palette colours."""
         wanted = [self._colors(prompt) for prompt in prompts]
-        pixels = images.detach().float().cpu().permute(0, 2, 3, 1)
-        nearest = (pixels[..., None, :] - self.values).square().sum(-1).argmin(-1)  # (B, H, W)
         scores = []
-        for colors, (text, background) in zip(nearest, wanted, strict=True):
+        for image, (text, background) in zip(images.detach().float().cpu(), wanted, strict=True):
+            colors = (image.permute(1, 2, 0)[:, :, None] - self.values).square().sum(-1).argmin(-1)  # (H, W), the nearest
             border = torch.cat([colors[0], colors[-1], colors[:, 0], colors[:, -1]])
             counts = torch.bincount(colors.flatten(), minlength=len(self.names))
             counts[background] = 0

@@ -56,10 +56,8 @@ class Framed:
 def scope_of(reward: Any) -> str:
     """`image`, `group` or `pair`. FlowGRPOError if the reward's attribute `scope` is another text."""
     scope = getattr(reward, "scope", IMAGE)
-    return _known(scope) if isinstance(scope, str) else IMAGE
-
-
-def _known(scope: str) -> str:
+    if not isinstance(scope, str):  # something else of an object by that name
+        return IMAGE
     if scope not in SCOPES:
         raise FlowGRPOError(f"scope={scope} of a reward is none of {', '.join(SCOPES)}: set one of them.")
     return scope
@@ -117,9 +115,12 @@ def win_rates(size: int, pairs: list[tuple[int, int]], first_wins: Tensor) -> Te
 
 
 def signature(reward: Any) -> inspect.Signature:
-    """The signature of a reward; of a module without a `__call__` of its own, that of its `forward`."""
+    """The signature of a reward; of a module without a `__call__` of its own, that of its `forward`. FlowGRPOError if it has none."""
     is_plain_module = isinstance(reward, torch.nn.Module) and type(reward).__call__ is torch.nn.Module.__call__
-    return inspect.signature(reward.forward if is_plain_module else reward)
+    try:
+        return inspect.signature(reward.forward if is_plain_module else reward)
+    except ValueError as error:  # of a function written in C
+        raise FlowGRPOError(f"{reward} does not say what it takes: wrap it in a function(images, prompts).") from error
 
 
 def is_video(images: Tensor) -> bool:

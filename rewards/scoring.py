@@ -112,6 +112,8 @@ def call_reward(
     Args:
         graph: of a differentiable reward: keep the graph that leads to the images.
     """
+    if not prompts:
+        return images.flatten(1).sum(1).cpu()  # no values, with the graph that `graph` asks for
     frames = frames_of(reward)
     if is_video(images) and frames != ALL:
         indices = frame_indices(frames, images.shape[1])
@@ -277,7 +279,7 @@ class WeightedSum:
         Where the column `rewards` of the metadata names rewards, those of them with a weight score the image: the sum is over them, and
         the others are NaN.
         """
-        return self._score_all(_Images(images, prompts, metadata, group=group), self._score_one)
+        return self.begin(images, prompts, group, **metadata)()
 
     def against(
         self,
@@ -292,7 +294,7 @@ class WeightedSum:
 
         FlowGRPOError if there is a pair reward and `others` is None.
         """
-        return self._score_all(_Images(images, prompts, metadata, others, group), self._score_against)
+        return self._begin(_Images(images, prompts, metadata, others, group), self._score_against)()
 
     def gradients(
         self, images: Tensor, prompts: list[str], rho: float = 0.0, /, **metadata: Any
@@ -343,9 +345,6 @@ class WeightedSum:
     ) -> Callable[[], tuple[Tensor, dict[str, Tensor]]]:
         """Start what other machines score, and return a function that scores the rest here and returns what a call does."""
         return self._begin(_Images(images, prompts, metadata, group=group), self._score_one)
-
-    def _score_all(self, batch: _Images, score_one: Callable[[str, _Images], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        return self._begin(batch, score_one)()
 
     def _begin(
         self, batch: _Images, score_one: Callable[[str, _Images], Tensor]

@@ -48,10 +48,7 @@ def _set_default_device(device: torch.device) -> None:
 # global settings of a process: getter and setter
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (
-        torch.get_default_device,
-        _set_default_device,
-    ),
+    "torch's default device": (torch.get_default_device, _set_default_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.use_deterministic_algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),

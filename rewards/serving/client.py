@@ -181,7 +181,10 @@ class Remote:
             chunks[-1] += rows
         return self._run(chunks, images, prompts, metadata, group)
 
-    def _run(
+    def _run(self, *request: Any) -> Tensor:
+        return self.client.run(self._all(*request))
+
+    async def _all(
         self,
         chunks: list[list[int]],
         images: Tensor,
@@ -190,16 +193,6 @@ class Remote:
         group: list[int] | None = None,
     ) -> Tensor:
         """Values (B,) of rows in chunks, each of which is one request. FlowGRPOError as of a call."""
-        return self.client.run(self._all(chunks, images, prompts, metadata, group))
-
-    async def _all(
-        self,
-        chunks: list[list[int]],
-        images: Tensor,
-        prompts: list[str],
-        metadata: dict[str, list],
-        group: list[int] | None,
-    ) -> Tensor:
         sources = metadata[SOURCES] if has_sources(metadata) else None
         columns = metadata if sources is None else {k: v for k, v in metadata.items() if k not in (SOURCE, SOURCES)}
         values, call = torch.empty(len(prompts)), next(self._calls)

@@ -331,12 +331,20 @@ def _versions() -> dict[str, str]:
 def _check_is_local(request: Request) -> None:
     """Refuse what a web page in this machine's browser sends: a name that was made to lead here (DNS rebinding), or another origin."""
     host = request.headers.get("host", "")
-    if not _is_loopback(urlsplit(f"//{host}").hostname or ""):
+    if not _is_loopback(_hostname(host)):
         raise refused(
             403, f"without a token this server answers to 127.0.0.1 and localhost, not to {host[:100]!r}: give it --token."
         )
     if request.headers.get("origin", f"http://{host}") != f"http://{host}":
         raise refused(403, "without a token this server answers no web page: give it --token.")
+
+
+def _hostname(host: str) -> str:
+    """The name in a Host header; "" if it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _is_loopback(host: str) -> bool:

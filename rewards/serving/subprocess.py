@@ -16,6 +16,7 @@ from torch import Tensor
 
 import flow_grpo
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import expanded
 from flow_grpo.rewards.interrupt import DaemonThread, current_gpu
 from flow_grpo.rewards.serving.client import NoServer, Remote
 
@@ -61,22 +62,16 @@ class Isolated(Remote):
     ) -> None:
         if not 0 < timeout < math.inf:
             raise FlowGRPOError(f"reward {reward}: timeout={timeout} must be a positive number of seconds.")
-        self.name, self.options, self.python, self.seconds = reward, options or {}, python or sys.executable, timeout
+        self.name, self.options, self.seconds = reward, options or {}, timeout
+        self.python = str(expanded(python)) if python else sys.executable
         self._start()
 
-    def _run(
-        self,
-        chunks: list[list[int]],
-        images: Tensor,
-        prompts: list[str],
-        metadata: dict[str, list],
-        group: list[int] | None = None,
-    ) -> Tensor:
+    def _run(self, *request: Any) -> Tensor:
         """Like `Remote`'s. FlowGRPOError if the process hangs, has ended, or reports that the reward failed."""
         if self.process is None:
             self._start()
         try:
-            return super()._run(chunks, images, prompts, metadata, group)
+            return super()._run(*request)
         except NoServer:
             raise FlowGRPOError(f"{self._ended(self._silence())}.") from None  # a crash comes again: nothing to retry
 
@@ -119,7 +114,7 @@ class Isolated(Remote):
         answered = concurrent.futures.wait([answer], self.seconds).done
         thread.close()
         if not answered:
-            raise FlowGRPOError(f"{self._ended(self._silence())} before it could serve; {NEEDS}.")
+            raise FlowGRPOError(f"{self._ended(self._silence())} before it could serve.")
         try:
             message = json.loads(answer.result())
             if "error" in message:  # a sentence on the reward

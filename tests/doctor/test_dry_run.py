@@ -47,6 +47,7 @@ EARLY = {
     "rewards={color: {options: {size: 1}}}": "reward color",
     f"rewards={{{SAMPLES}:missing: 1}}": "has no missing",
     f"rewards={{{SAMPLES}:torch: 1}}": "is not callable",
+    f"rewards={{{SAMPLES}:torch: {{options: {{a: 1}}}}}}": "is not callable",
     "rewards={color: {remote: 'http://127.0.0.1:9'}}": "no server for the reward color answers",
     f"objective={{name: '{SAMPLES}:missing'}}": "has no missing",
     f"objective.advantage={SAMPLES}:torch": "is not a function",

@@ -2,17 +2,20 @@
 
 import ast
 import json
+import logging
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from flow_grpo import rewards
 from flow_grpo.rewards.clip import CONFIG, FOLDER
-from flow_grpo.rewards.downloads import downloads
+from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file, offline_mode
 
 CODE = """
 from pathlib import Path
@@ -78,3 +81,35 @@ def test_every_auto_class_is_told_to_run_no_code():
     ]
     assert len(calls) >= 4
     assert [call for call in calls if "trust_remote_code=False" not in call[1]] == []
+
+
+def test_two_threads_that_load_leave_logging_and_downloads_as_they_were():
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def first():
+        with downloads(Path.cwd()):
+            first_is_in.set()
+            second_is_in.wait(0.5)
+        first_is_out.set()
+
+    def second():
+        first_is_in.wait()
+        with downloads(Path.cwd()):
+            second_is_in.set()
+            first_is_out.wait()
+
+    before = logging.root.manager.disable, constants.HF_HUB_OFFLINE
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (logging.root.manager.disable, constants.HF_HUB_OFFLINE) == before
+
+
+def test_a_file_that_offline_mode_keeps_away_is_not_blamed_on_the_hub():
+    with (
+        pytest.raises(HubUnreachable, match=r"^x of nobody/nothing: not in the cache, and HF_HUB_OFFLINE is set\.$"),
+        offline_mode(),
+    ):
+        hub_file("nobody/nothing", "x")

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from flow_grpo import rewards
 from flow_grpo.evaluation.image_metrics import diversity, high_frequency_power, rms_difference
-from flow_grpo.rewards.loading import with_frames
 from flow_grpo.rewards.scopes import evenly_spaced, frame_indices, frames_of
 
 VIDEOS = torch.rand(4, 9, 3, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -111,13 +110,10 @@ def test_other_frames_are_refused(frames):
         rewards.load("jpeg_size", frames=frames)
 
 
-def test_a_reward_that_runs_elsewhere_is_sent_frames_never_videos():
-    class Client:
-        pass
-
-    assert frames_of(with_frames("mine", Client(), "last")) == "last"
+@pytest.mark.parametrize("where", [{"remote": "http://127.0.0.1:9"}, {"isolate": True}])
+def test_a_reward_that_runs_elsewhere_is_sent_no_videos(where):
     with pytest.raises(ValueError, match="frames=all is for a reward in this process"):
-        with_frames("mine", Client(), "all")
+        rewards.load("jpeg_size", frames="all", **where)
 
 
 def test_motion_is_the_rms_difference_of_neighbouring_frames():

@@ -261,6 +261,13 @@ def test_geneval_on_its_own_prompt_file(checkpoint, tmp_path):
     assert reward(images[:1], ["x"], tag=["single_object"], include=[ask]).tolist() == [1], (
         "keys that a table filled up with None"
     )
+    for demand, words in (
+        ({"class": "keyboard", "count": 1}, r"class 'keyboard' is none of GenEval's 80\. Did you mean computer keyboard\?"),
+        ({"class": "cat", "count": 1, "color": "teal"}, "color 'teal' is none of GenEval's 10"),
+    ):
+        for columns in ({"include": [[demand]]}, {"include": [ask], "exclude": [[demand]]}):
+            with pytest.raises(ValueError, match=words):
+                reward(images[:1], ["x"], tag=["colors"], **columns)
 
 
 def test_options_that_make_no_sense(tmp_path, checkpoint):

@@ -1,14 +1,11 @@
 """Rewards that see several images: win rates, whole groups wherever a reward runs, and what they may not return."""
 
 import base64
-import contextlib
-import socket
-import threading
 
 import httpx
 import pytest
 import torch
-import uvicorn
+from support.reward_servers import threaded
 
 from flow_grpo import rewards
 from flow_grpo.rewards import WeightedSum, scopes
@@ -237,21 +234,9 @@ def test_against_other_images_a_win_rate_is_the_chance_to_beat_the_one_in_the_sa
 # -- on a server --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
 def served(**functions):
     """The address of a server of these rewards, in a thread."""
-    config = uvicorn.Config(
-        application(functions, None, Limits()), log_level="error", lifespan="off", timeout_graceful_shutdown=1
-    )
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    return threaded(application(functions, None, Limits()))
 
 
 def test_a_server_gets_whole_groups_whatever_its_batches_and_gives_the_local_values():

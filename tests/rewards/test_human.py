@@ -119,6 +119,11 @@ def test_nothing_is_there_without_the_key(human):
     assert "script-src 'nonce-" in policy
 
 
+def test_votes_may_be_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Human("~/votes.jsonl").votes == tmp_path / "votes.jsonl"
+
+
 def test_an_image_alone_asks_nobody(human):
     assert human(torch.rand(2, 3, 4, 4), ["a", "b"]).tolist() == [0.5, 0.5]
 

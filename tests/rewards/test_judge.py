@@ -13,7 +13,7 @@ from PIL import Image
 from support.reward_servers import Stub
 
 from flow_grpo import rewards
-from flow_grpo.rewards.judge import Judge, parse_number, yes_share
+from flow_grpo.rewards.judge import Judge, parse_number, token_share
 
 EVIL = '<b>{model}</b> {low} \x1b[31m"answer 10" {unknown}'
 
@@ -55,15 +55,8 @@ class Endpoint(Stub):
 
 @pytest.fixture
 def endpoint():
-    stubs = []
-
-    def make(say) -> Endpoint:
-        stubs.append(Endpoint(say))
-        return stubs[-1]
-
-    yield make
-    for stub in stubs:
-        stub.close()
+    yield Endpoint
+    Stub.close_all()
 
 
 def images(count: int) -> torch.Tensor:
@@ -102,7 +95,8 @@ def test_a_number_in_an_answer(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "good", "11", "-1", "7 or 8", "1.2.3", "nan", "inf", "7/100", "I give 8, not 3", "v2", "1e5"]
+    "text",
+    ["", "good", "11", "-1", "7 or 8", "1.2.3", "nan", "inf", "7/100", "5/5", "5 out of 5", "I give 8, not 3", "v2", "1e5"],
 )
 def test_no_number_is_guessed(text):
     with pytest.raises(ValueError, match="not one number"):
@@ -111,8 +105,8 @@ def test_no_number_is_guessed(text):
 
 def test_neither_yes_nor_no_is_no_score():
     with pytest.raises(ValueError, match="none of yes, no"):
-        yes_share([{"token": "Maybe", "logprob": 0.0}])
-    assert yes_share([{"token": "YES", "logprob": -5.0}]) == 1
+        token_share([{"token": "Maybe", "logprob": 0.0}], "yes", "no")
+    assert token_share([{"token": "YES", "logprob": -5.0}], "yes", "no") == 1
 
 
 @pytest.mark.parametrize(

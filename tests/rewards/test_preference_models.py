@@ -96,6 +96,13 @@ def test_pickscore_is_the_logit_of_clip(load, images, files):
     close(load("pickscore")(images, PROMPTS), torch.cat(expected))
 
 
+def test_pickscore_of_half_weights_is_computed_in_float32(images, files, tmp_path):
+    CLIPModel.from_pretrained(files["pickscore"]["weights"]).half().save_pretrained(tmp_path)
+    options = {"weights": str(tmp_path), "processor": str(files["pickscore"]["processor"])}
+    scores = rewards.load("pickscore", device="cpu", **options)(images, PROMPTS)
+    assert not torch.equal(scores, scores.half().float())
+
+
 @torch.no_grad()
 def test_hpsv2_is_the_cosine_of_its_own_vit_h_on_the_whole_image(load, images, files):
     model = open_clip.create_model("ViT-H-14")

@@ -3,12 +3,16 @@
 import asyncio
 import gc
 import re
+import threading
 
 import numpy as np
 import pytest
 import torch
 
 from flow_grpo import rewards
+from flow_grpo.rewards import scopes
+from flow_grpo.rewards.calls import as_values, finished
+from flow_grpo.rewards.interrupt import DaemonThread, call_interruptibly
 
 IMAGES, PROMPTS = torch.stack([torch.full((3, 4, 4), value) for value in (0.25, 0.5)]), ["a fox", "a cat"]
 
@@ -24,6 +28,16 @@ class AwaitedJudge:
     async def ask(self, image):
         await asyncio.sleep(0)
         return float(image.mean())
+
+
+class Column:
+    """As one of pandas: an array to NumPy alone."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values)
 
 
 class KeepsItsLoop:
@@ -54,6 +68,9 @@ ACCEPTED = {
     "(scores, details)": lambda images, prompts: (np.array(means(images)), {}),
     "a parameter metadata": lambda images, prompts, metadata: (means(images), {"rows": metadata}),
     "a generator": lambda images, prompts: (float(image.mean()) for image in images),
+    "(a generator, details)": lambda images, prompts: ((float(image.mean()) for image in images), {}),
+    "a reversed array": lambda images, prompts: np.array(means(images)[::-1])[::-1],
+    "a column of a data frame": lambda images, prompts: Column(means(images)),
     "a sparse tensor": lambda images, prompts: images.mean((1, 2, 3)).to_sparse(),
     "bfloat16": lambda images, prompts: images.mean((1, 2, 3)).bfloat16(),
     "0-d tensors": lambda images, prompts: [image.mean() for image in images],
@@ -77,6 +94,69 @@ def test_a_coroutine_is_awaited_inside_a_running_loop_too():
         return rewards.score("mine", AwaitedJudge(), IMAGES, PROMPTS)
 
     assert asyncio.run(cell()).tolist() == [0.25, 0.5]
+
+
+def test_a_client_is_kept_by_calls_of_several_threads():
+    """A run scores each training step, and each evaluation, in another thread."""
+    reward = KeepsItsLoop()
+    for _ in range(3):
+        call = call_interruptibly(lambda: rewards.score("mine", reward, IMAGES, PROMPTS), lambda: False)
+        assert call.tolist() == [0.25, 0.5]
+
+    async def cell():
+        return rewards.score("mine", reward, IMAGES, PROMPTS)
+
+    assert asyncio.run(cell()).tolist() == [0.25, 0.5]
+
+
+def test_two_threads_may_await_at_a_time():
+    async def meets(images, prompts):
+        await asyncio.to_thread(barrier.wait, 60)
+        return means(images)
+
+    barrier, threads = threading.Barrier(2), [DaemonThread(), DaemonThread()]
+    calls = [thread.submit(lambda: as_values("mine", finished(meets(IMAGES, PROMPTS)), 2, "images")) for thread in threads]
+    assert [call.result(60).tolist() for call in calls] == [[0.25, 0.5]] * 2
+    for thread in threads:
+        thread.close()
+
+
+def test_details_keep_no_graph():
+    def with_graph(images, prompts):
+        with torch.enable_grad():
+            return torch.ones(2, requires_grad=True) * 2, {}
+
+    assert not rewards.score("mine", with_graph, IMAGES, PROMPTS).requires_grad
+
+
+@pytest.mark.parametrize("scope", scopes.SCOPES)
+def test_no_images_have_no_values(scope):
+    def not_called(*inputs):
+        raise AssertionError
+
+    not_called.scope, not_called.differentiable = scope, True
+    nothing = torch.zeros(0, 3, 4, 4)
+    assert rewards.score("mine", not_called, nothing, []).shape == (0,)
+    if scope == scopes.IMAGE:
+        assert rewards.reward_gradient("mine", not_called, nothing, [], {}).gradient.shape == nothing.shape
+
+
+def test_pil_images_in_place_of_every_tensor():
+    @rewards.takes_pil
+    def brighter(first, second, prompts):
+        return [float(a.getpixel((0, 0)) > b.getpixel((0, 0))) for a, b in zip(first, second, strict=True)]
+
+    @rewards.takes_pil
+    def corner(images, prompts):
+        return [image.getpixel((0, 0))[0] for image in images]
+
+    brighter.scope = "pair"
+    assert rewards.score("mine", brighter, IMAGES, ["a fox"] * 2).tolist() == [0, 1]
+    assert corner(images=IMAGES, prompts=PROMPTS) == [64, 128]
+    with pytest.raises(
+        ValueError, match="takes_pil decorates a function: write it above the method __call__ of AwaitedJudge"
+    ):
+        rewards.takes_pil(AwaitedJudge)
 
 
 def test_metadata_is_one_dict_for_each_image():
@@ -148,6 +228,7 @@ def factory(device=None):
     [
         (by_trl, "takes (prompts, completions, **kwargs), but it must take (images, prompts, **metadata): images come first"),
         (lambda prompts, images: means(images), "images come first, then prompts."),
+        (torch.mean, "does not say what it takes: wrap it in a function(images, prompts)."),
         (factory, "takes (device=None), but it must take (images, prompts, **metadata); if it makes a reward, add `reward = mine()`"),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 import pickle
 import re
 import sys
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from support.paths import SAMPLE_REWARDS, SUPPORT
 
 from dev.tiny import pretrain, world
 from flow_grpo import rewards
+from flow_grpo.rewards.ocr import ENGINES, _engine
 
 CAT = 'red text "CAT" on a blue background'
 
@@ -107,6 +109,12 @@ def test_two_ocr_rewards_read_a_tensor_once_and_again_when_it_has_changed(ocr, m
     assert len(reads) == 4
 
 
+def test_engines_of_many_shapes_are_not_all_kept(ocr):
+    for width in range(64, 64 + 16 * (ENGINES + 1), 16):
+        ocr.read(torch.zeros(1, 3, 32, width))
+    assert _engine.cache_info().currsize <= ENGINES
+
+
 def test_ocr_wants_quoted_text(ocr):
     with pytest.raises(ValueError, match="has nothing to read"):
         ocr(signs(CAT), ["a cat"])
@@ -123,6 +131,9 @@ def test_ocr_wants_quoted_text(ocr):
         ({"several_lines": True}, "grand hotel", '"Grand" above "Hotel"', 1.0),
         ({"several_lines": True}, "grand", '"Grand" above "Hotel"', 0.5),
         ({}, "grand", '"Grand" above "Hotel"', 1.0),
+        ({}, "GRAND HOTEL", '"Grand\u00a0Hotel"', 1.0),
+        ({"keep_spaces": True}, "GRAND HOTEL", '"Grand\u3000Hotel"', 1.0),
+        ({}, "CAFÉ", f'"{unicodedata.normalize("NFD", "Café")}"', 1.0),
     ],
 )
 def test_ocr_counts_what_its_options_say(monkeypatch, options, read, prompt, score):

@@ -3,12 +3,16 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
+
+import uvicorn
 
 
 class Server:
@@ -47,13 +51,30 @@ def serving(*servers: Server):
             server.process.stdout.close()
 
 
+@contextmanager
+def threaded(app, **settings):
+    """The address of an HTTP application, in a thread."""
+    config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1, **settings)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 class Stub(ThreadingHTTPServer):
-    """A server on loopback that answers as its subclass does; `close` makes it unreachable."""
+    """A server on loopback that answers as its subclass does; `close` makes it unreachable, `close_all` all of them."""
 
     daemon_threads = True
+    open: ClassVar[list["Stub"]] = []
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), _Handler)
+        self.open.append(self)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -64,8 +85,14 @@ class Stub(ThreadingHTTPServer):
         raise NotImplementedError
 
     def close(self) -> None:
+        self.open.remove(self)
         self.shutdown()
         self.server_close()
+
+    @classmethod
+    def close_all(cls) -> None:
+        for stub in list(cls.open):
+            stub.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
