@@ -30,7 +30,7 @@ _turn = threading.Lock()  # held by the thread that runs the loop of `_loop`
 Given = TypeVar("Given")
 
 
-def accepted_metadata(reward: Any, metadata: dict[str, Any], inputs: int = 2) -> dict[str, Any]:
+def accepted_metadata(reward: Any, metadata: dict[str, Any], inputs: int) -> dict[str, Any]:
     """The metadata that the reward's signature names after its first `inputs` parameters; all of it if the signature has **kwargs."""
     parameters = signature(reward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -67,7 +67,7 @@ def check_inputs(name: str, reward: Any, inputs: int = 2) -> None:
         raise FlowGRPOError(f"{must}: images come first, then prompts.")
 
 
-def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int = 2) -> None:
+def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int) -> None:
     """Check that the prompts have all columns that the reward needs. FlowGRPOError with the first one that is missing."""
     positional = signature(reward).bind_partial(*range(inputs)).arguments
     parameters = signature(reward).parameters.values()

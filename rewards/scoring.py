@@ -161,7 +161,7 @@ class _Images:
         group = None if self.group is None else [self.group[i] for i in rows]
         return _Images(self.images[rows], [self.prompts[i] for i in rows], metadata, second, group)
 
-    def keywords(self, reward: Reward, inputs: int = 2) -> dict[str, Any]:
+    def keywords(self, reward: Reward, inputs: int) -> dict[str, Any]:
         """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images.
 
         A parameter `metadata` gets the columns as one dict for each image, as in flow_grpo, unless a column has that name.

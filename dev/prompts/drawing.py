@@ -64,13 +64,13 @@ def turned(point: tuple[float, float], degrees: float) -> tuple[float, float]:
     return c * point[0] - s * point[1], s * point[0] + c * point[1]
 
 
-def draw(shapes: Sequence[Shape], side: int = SIDE) -> Image.Image:
+def draw(shapes: Sequence[Shape]) -> Image.Image:
     """The shapes on a light ground, later ones over earlier ones; edges are smooth."""
-    canvas = Image.new("RGB", (side * OVERSAMPLING, side * OVERSAMPLING), BACKGROUND)
+    canvas = Image.new("RGB", (SIDE * OVERSAMPLING, SIDE * OVERSAMPLING), BACKGROUND)
     pen = ImageDraw.Draw(canvas)
     for shape in shapes:
         pen.polygon([(x * OVERSAMPLING, y * OVERSAMPLING) for x, y in shape.outline()], fill=PALETTE[shape.color])
-    return canvas.resize((side, side), Image.Resampling.BOX)
+    return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
 def holds(relation: str, first: Shape, second: Shape) -> bool:

@@ -38,6 +38,18 @@ class NoResponse(Exception):
         self.pause, self.answered = pause, answered
 
 
+class Refused(FlowGRPOError):
+    """A server refused a request, and would refuse it again.
+
+    Attributes:
+        detail: the server's own sentence.
+    """
+
+    def __init__(self, sentence: object = "", detail: str = "") -> None:
+        super().__init__(sentence)
+        self.detail = detail
+
+
 class InvalidResponse(Exception):
     """A response that can't be parsed; the request is retried."""
 
@@ -109,7 +121,7 @@ async def post_with_retries(
 
     Raises:
         NoResponse: all attempts failed; the message says how the last one did.
-        FlowGRPOError: the server refused the request, and would refuse it again.
+        Refused: the server refused the request.
     """
     failure = NoResponse("")
     for attempt in range(attempts):
@@ -122,13 +134,14 @@ async def post_with_retries(
 
 
 async def post(client: Client, url: str, arguments: dict[str, Any], read: Callable[[httpx.Response], Answer]) -> Answer:
-    """POST once. NoResponse if that failed, FlowGRPOError if the server refused the request."""
+    """POST once. NoResponse if that failed, Refused if the server refused the request."""
     try:
         response = await client.request("POST", url, **arguments)
         if response.status_code in RETRY_STATUSES:
             raise NoResponse(f"it answered {response.status_code} {error_detail(response)}".strip(), _retry_after(response))
         if not response.is_success:
-            raise FlowGRPOError(f"{url} refused the request with {response.status_code}: {error_detail(response)}")
+            detail = error_detail(response)
+            raise Refused(f"{url} refused the request with {response.status_code}: {detail}", detail)
         return read(response)
     except httpx.HTTPError as error:
         raise NoResponse(f"{type(error).__name__} {error}".strip(), answered=False) from error

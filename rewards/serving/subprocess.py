@@ -19,6 +19,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import expanded
 from flow_grpo.rewards.interrupt import DaemonThread, current_gpu
 from flow_grpo.rewards.serving.client import NoServer, Remote
+from flow_grpo.rewards.serving.retry import Refused
 
 # Only this package is imported from here: with its folder on sys.path, everything installed next to it could be imported too.
 START = """
@@ -72,6 +73,8 @@ class Isolated(Remote):
             self._start()
         try:
             return super()._run(*request)
+        except Refused as error:
+            raise FlowGRPOError(error.detail) from None  # without the address of its own server
         except NoServer:
             raise FlowGRPOError(f"{self._ended(self._silence())}.") from None  # a crash comes again: nothing to retry
 
