@@ -4,11 +4,11 @@ Mask2Former finds the objects and CLIP names their colours. The rules are functi
 model.
 """
 
-import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
@@ -205,7 +205,7 @@ def check_demands(demands: Iterable[dict[str, Any]]) -> None:
     for demand in demands:
         for kind, known in (("class", CLASSES), ("color", COLORS)):
             if demand.get(kind) and demand[kind] not in known:
-                close = difflib.get_close_matches(demand[kind], known, n=1)
+                close = [name for name in known if demand[kind] in name.split()] or get_close_matches(demand[kind], known)
                 hint = f" Did you mean {close[0]}?" if close else ""
                 raise FlowGRPOError(f"geneval: the {kind} {demand[kind]!r} is none of GenEval's {len(known)}.{hint}")
 
