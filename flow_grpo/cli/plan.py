@@ -40,7 +40,8 @@ def plan(
     from flow_grpo.plan.hardware import Hardware
     from flow_grpo.policy.devices import usable_device
 
-    args = FlowGRPOConfig.from_yaml(*config_and_overrides(config, overrides))
+    file, settings = config_and_overrides(config, overrides)
+    args = FlowGRPOConfig.from_yaml(file, settings)
     if any(math.isnan(number) for number in (gpu_memory, gpu_tflops) if number is not None):
         raise FlowGRPOError("--gpu-memory and --gpu-tflops should be numbers.")
     if gpu_tflops is not None and gpu is None:

@@ -174,7 +174,9 @@ def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | No
     if both:
         rows = [rows_by_key[key] for key in both], [other_rows_by_key[key] for key in both]
         prompts = len({prompt for prompt, _ in both})
-        return PairedRows(*rows, True), f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
+        return PairedRows(
+            rows[0], rows[1], True
+        ), f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
     shared = set(target.rows.prompts) & set(other.rows.prompts)
     if not shared:
         return None, "unpaired: no prompt is in both"
