@@ -178,6 +178,8 @@ def _is_cached(estimator: StepEstimator) -> bool:
 def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: int, held_out: int) -> list[str]:
     """The cost of a run with that many held-out prompts, measured on this machine, and warnings about it."""
     hardware = Hardware.of_this_machine(usable_device(args.device), count=num_processes)
+    whole, estimator = estimator, estimator.heaviest_stage()
+    args, name = estimator.args, "a step of the stage that takes most memory" if args.stages else "a step"
     estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
     seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
     images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
@@ -185,10 +187,10 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     step_images = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
     memory_scope = "of the GPU in addition to rewards" if estimator.cuda else "in addition to libraries and rewards"
     lines = [
-        f"a step: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
+        f"{name}: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
     ]
     largest = max(1, estimator.largest_microbatch(hardware.memory))
-    lines.append(f"the run, without rewards: {run_time(estimator, hardware, rates[estimator.dtype], largest, held_out)}")
+    lines.append(f"the run, without rewards: {run_time(whole, hardware, rates[estimator.dtype], largest, held_out)}")
     if estimate.peak > hardware.memory:
         lines.append(f"warning: {hardware.name} has {hardware.memory / GB:.0f} GB: `flow-grpo plan` shows what would fit.")
     if slower := slower_dtype(rates, estimator.dtype):

@@ -178,7 +178,8 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
 
 def base_licence(model: str) -> dict[str, str]:
     """The base model's licence for the front matter: from its own card if that is on this machine, or from LICENCES; else empty."""
-    cached = try_to_load_from_cache(model, CARD) if _on_hub(model) else str(Path(model) / CARD)
+    file = hub.single_file(model)
+    cached = try_to_load_from_cache(model, CARD) if _on_hub(model) else str((file.parent if file else Path(model)) / CARD)
     known = dict(zip(LICENCE_KEYS, LICENCES.get(model, ()), strict=False))
     if isinstance(cached, str) and Path(cached).is_file():
         stated = _metadata(Path(cached))
@@ -295,7 +296,8 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
     prompt = edited or (run.evaluations[0]["prompts"][0] if run.evaluations else "a photo of a cat")
     base = f"resolve_model({args.model!r})" if args.model in hub.BUNDLED_MODELS else repr(args.model)
     lines = ["import torch", f"from diffusers import {kind}"]
-    if (file := hub.single_file(args.model)) and not merged:
+    file = hub.single_file(args.model)
+    if file and not merged:
         transformer = hub.component_class(args.model, "transformer")
         lines[1] += f", {transformer}"
         config = f'config={str(file.parent)!r}, subfolder="transformer"'
@@ -306,9 +308,11 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
         else []
     )
     lines += [] if merged or not (folder / hub.PEFT_WEIGHTS).is_file() else ["from peft import PeftModel"]
-    dtype = run.machine.get("dtype", "bfloat16")
+    weights = folder if merged else (file.parent if file else Path(args.model))
+    variant = hub.weights_variant(weights) if weights.is_dir() else None  # of the base model, or of what was copied from it
+    options = f"torch_dtype=torch.{run.machine.get('dtype', 'bfloat16')}" + (f", variant={variant!r}" if variant else "")
     lines += ["", 'device = "cuda" if torch.cuda.is_available() else "cpu"']
-    lines += [f"pipe = {kind}.from_pretrained({repr(source) if merged else base}, torch_dtype=torch.{dtype}).to(device)"]
+    lines += [f"pipe = {kind}.from_pretrained({repr(source) if merged else base}, {options}).to(device)"]
     lines += loading
     source_image = f'\n    {differs.image}=load_image("source.png"),' if edited else ""
     arguments = source_image + "".join(f"\n    {key}={value!r}," for key, value in call.items())

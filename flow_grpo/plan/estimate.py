@@ -128,6 +128,11 @@ class StepEstimator:
         same &= stage.objective.needs.reward_gradient == self.args.objective.needs.reward_gradient
         return StepEstimator(stage, self.cuda, self.count, self.trace if same else None)
 
+    def heaviest_stage(self, base: float = 0.0) -> "StepEstimator":
+        """The estimator of the stage whose step takes most memory; this one if the run has no stages."""
+        stages = [self.of_stage(stage) for _, stage in self.args.resolved_stages()] if self.args.stages else [self]
+        return max(stages, key=lambda one: one.estimate(one.args.microbatch, base).peak)
+
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits into `memory` bytes; 0 if none does."""
         available = memory - base - sum(self._persistent().values())

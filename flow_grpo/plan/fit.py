@@ -218,7 +218,8 @@ class Savings:
 
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
     """Print what the run takes on a machine. Returns False if it does not fit."""
-    estimator = StepEstimator(args, machine.cuda, machine.count)
+    whole = StepEstimator(args, machine.cuda, machine.count)
+    estimator = whole.heaviest_stage(base)
     largest = estimator.largest_microbatch(machine.memory, base)
     devices = f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name
     peak = "" if machine.peak_flops is None else f" and {machine.peak_flops / TERA:.3g} TFLOP/s"
@@ -227,6 +228,10 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
         _say(console, note)
     if machine.assumption:
         _say(console, machine.assumption)
+    if args.stages:
+        numbers = [number for number, (_, stage) in enumerate(args.resolved_stages(), 1) if stage == estimator.args]
+        _say(console, f"stage {numbers[0]} of {len(args.stages)} takes most memory; its steps:")
+        args = estimator.args
     if not largest:
         for line in _advice(Savings(estimator, machine.memory, base).fit(), machine.memory):
             _say(console, line)
@@ -244,9 +249,14 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
     seconds = estimate.seconds(rates[estimator.dtype]) * sizes.prompts_per_step / args.prompts_per_step / machine.count
     how = rates[estimator.dtype].how
     _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({how})")
-    whole = run_time(estimator, machine, rates[estimator.dtype], largest, num_held_out(args))
-    _say(console, f"the run, without rewards: {whole}")
-    if whole.seconds > DAY:
+    if estimator.dtype == torch.float32 and machine.peak_flops is not None:
+        _say(
+            console,
+            "the peak is that of bf16, and a GPU is slower in fp32: set dtype=bf16, or --gpu-tflops to its peak in fp32",
+        )
+    time = run_time(whole, machine, rates[estimator.dtype], largest, num_held_out(args))
+    _say(console, f"the run, without rewards: {time}")
+    if time.seconds > DAY:
         _say(console, "a shorter run: the time is in proportion to steps, prompts_per_step and images_per_prompt")
     if slower := slower_dtype(rates, estimator.dtype):
         _say(console, slower)

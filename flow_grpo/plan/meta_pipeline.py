@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import DiffusionPipeline, ModelMixin
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -136,6 +137,13 @@ class MetaModule:
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._network.decode, args, kwargs)
+
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """The VAE's, of a prompt's images."""
+        output = self._run(self._network.encode, args, kwargs)
+        if "latent_dist" in output:
+            output.latent_dist = DiagonalGaussianDistribution(torch.zeros(output.latent_dist.parameters.shape))
+        return output
 
     def enable_gradient_checkpointing(self) -> None:
         def checkpointed(block: Any, *args: Any) -> Any:

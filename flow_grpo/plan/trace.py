@@ -18,6 +18,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig, LoraConfig
 from flow_grpo.data.prompts import load_run_prompts
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.image_prompt import images_of
 from flow_grpo.plan.meta_pipeline import BlockCall, load_for_plan
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.loading import add_trainable_weights
@@ -39,7 +40,7 @@ class UntraceableModel(FlowGRPOError):
 
 
 class ModelTrace:
-    """The model of a config without its weights, traced with its longest prompt.
+    """The model of a config without its weights, traced with its longest prompt of those with most images.
 
     Args:
         cuda: trace what CUDA's autocast does.
@@ -71,7 +72,7 @@ class ModelTrace:
             add_trainable_weights(self.policy, args.lora, args.seed)
         prompts = load_run_prompts(args.training_prompts).prompts
         self.policy.check_images(prompts)
-        self.prompt = max(prompts, key=len)
+        self.prompt = max(prompts, key=lambda prompt: (len(images_of(prompt)), len(prompt)))
         try:
             with phase(f"tracing the code of {args.model}"):
                 self.schedule, self.latent_shape = self.policy.schedule(args.sampling.steps)

@@ -59,6 +59,12 @@ class Lora:
         """Names of the adapters on the transformer."""
         return list(getattr(self.transformer, "peft_config", {}))
 
+    @property
+    def targets(self) -> list[str]:
+        """The layers with the trained adapter, as `add` takes them: by the end of their name, or by the whole name if it was loaded."""
+        targets = self.transformer.peft_config[TRAINED].target_modules
+        return sorted(_layers(self.transformer) if isinstance(targets, str) else targets)
+
     def lora_layers(self) -> Iterator[BaseTunerLayer]:
         """The layers that have a LoRA."""
         return (
@@ -96,8 +102,9 @@ class Lora:
             seed: of the initial weights.
 
         Raises:
-            FlowGRPOError: no layer has such a name, or the LoRA does not fit into this machine's memory.
+            FlowGRPOError: no layer has such a name, there is a LoRA already, or it does not fit into this machine's memory.
         """
+        self._check_absent()
         layers = linear_layers(self.transformer)
         wanted = self.default_targets if targets is None else list(layers) if targets == "all" else targets
         matching = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in layers)]
@@ -112,20 +119,23 @@ class Lora:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=matching, init_lora_weights="gaussian")
-            self._inject(config, TRAINED)
+            for transformer in self.transformers.values():
+                _inject_into(transformer, config, TRAINED)
         self._make_trainable()
 
-    def remove(self, adapter: str = TRAINED) -> None:
-        """Remove an adapter, if there is one of that name, so that another one can be loaded."""
-        if adapter in self.adapters:
+    def remove(self, adapter: str | None = None) -> None:
+        """Remove an adapter, if there is one of that name, or all of them, so that another one can be loaded."""
+        for name in reversed(self.adapters):  # the active one last: peft would warn that it activates another
+            if adapter not in (None, name):
+                continue
             for layer in self.lora_layers():
-                layer.delete_adapter(adapter)
+                layer.delete_adapter(name)
             for transformer in self.transformers.values():
-                transformer.peft_config.pop(adapter)
+                transformer.peft_config.pop(name)
 
-    def _inject(self, config: LoraConfig, adapter: str) -> None:
-        for transformer in self.transformers.values():
-            _inject_into(transformer, config, adapter)
+    def _check_absent(self) -> None:
+        if TRAINED in self.adapters:
+            raise FlowGRPOError("the policy has a LoRA already: remove it by policy.reset_to_base().")
 
     def _make_trainable(self) -> None:
         for layer in self.lora_layers():
@@ -164,8 +174,9 @@ class Lora:
 
     def add_adapter_copy(self, adapter: str) -> None:
         """Add a second adapter with the weights of the trained one. It gets no gradients; `update_copy` moves it."""
-        if adapter not in self.adapters:  # a policy may be trained twice
-            self._inject(self.transformer.peft_config[TRAINED], adapter)
+        self.remove(adapter)  # a policy may be trained twice
+        for transformer in self.transformers.values():  # each expert's may have its own ranks
+            _inject_into(transformer, transformer.peft_config[TRAINED], adapter)
         self._activate(TRAINED)
         self._move_in_float32(adapter)
         self.update_copy(adapter, 0.0)
@@ -213,8 +224,11 @@ class Lora:
             adapter: what it becomes: the trained one, or one beside it, which replaces another of that name and is not trained.
 
         Raises:
-            FlowGRPOError: it is damaged, of another kind or model, or some of its layers have no place in the transformer.
+            FlowGRPOError: it is damaged, of another kind or model, some of its layers have no place in the transformer, or there is a
+                LoRA already.
         """
+        if adapter == TRAINED:
+            self._check_absent()
         with torch.device("cpu"):  # not on the meta device of `plan`
             found = lora_file.read(lora_file.find_file(source, file), name or source)
             layers = {TRANSFORMER: self._place(found, TRANSFORMER)}

@@ -171,7 +171,7 @@ def read(file: Path, source: str | None = None) -> LoraFile:
             f"the LoRA {source} holds {counted(len(unknown), 'tensor')} of {len(own)} that are no part of a LoRA, of which "
             f"{unknown[0]} is the first."
         )
-    parts = _by_layer(own)
+    parts = _by_layer(own, source)
     settings = _settings(file, header, source, [*parts])
     layers = {name: _layer(source, name, tensors, settings) for name, tensors in parts.items()}
     return LoraFile(source, layers, settings, _count_layers(text))
@@ -359,17 +359,20 @@ def by_diffusers(lora: LoraFile, converter: Callable) -> Iterator[dict[str, Lora
         except Exception:
             continue
         if all(TENSOR.fullmatch(name) for name in converted):
-            yield {name: _layer(lora.source, name, parts, {}) for name, parts in _by_layer(converted).items()}
+            yield {name: _layer(lora.source, name, parts, {}) for name, parts in _by_layer(converted, lora.source).items()}
 
 
-def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """`down`, `up` and `alpha` of each layer."""
+def _by_layer(tensors: Mapping[str, Tensor], source: str) -> dict[str, dict[str, Tensor]]:
+    """`down`, `up` and `alpha` of each layer. FlowGRPOError if one of them has two names, as in a file of several adapters."""
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         match = TENSOR.fullmatch(name)
         assert match is not None
         assert match.lastgroup is not None
-        layers.setdefault(match["layer"], {})[match.lastgroup] = value
+        parts = layers.setdefault(match["layer"], {})
+        if match.lastgroup in parts:
+            raise FlowGRPOError(f"the LoRA {source} has {match['layer']} twice, with {name}: give a file of one adapter.")
+        parts[match.lastgroup] = value
     return layers
 
 

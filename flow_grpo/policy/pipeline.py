@@ -38,6 +38,8 @@ from flow_grpo.policy.memory import frozen_decoder
 from flow_grpo.text import first_line
 from flow_grpo.types import Schedule, take_rows
 
+ROUNDING = 0.02  # of latents in 16 bits, at most, as a fraction of the largest
+
 
 class FlowPipeline:
     """A pipeline as a function from state, timestep and prompt to velocity. It takes and returns float32.
@@ -254,10 +256,14 @@ class FlowPipeline:
         gradient is 0, since a reward never sees by how much they are beyond. The dtype is float32, or float64 of a model in float64.
         `decode_vjp` needs less memory.
         """
+        images = images_to_tensor(self._after_loop(latents)[0])
+        return images.to(torch.promote_types(images.dtype, torch.float32)).clamp(0, 1)
+
+    def _after_loop(self, latents: Tensor) -> Any:
+        """What the pipeline's code after its loop returns for final states (B, ...)."""
         probe, no_step = self.encode(self.probe_prompts[:1]), torch.zeros(0, device=self.device)
         rows = torch.zeros(len(latents), dtype=torch.long)
-        images = images_to_tensor(self._call.call_with_recordings(probe, rows, no_step, latents, output_type="pt")[0])
-        return images.to(torch.promote_types(images.dtype, torch.float32)).clamp(0, 1)
+        return self._call.call_with_recordings(probe, rows, no_step, latents, output_type="pt")
 
     def decode_vjp(self, latents: Tensor, image_gradient: Callable[[Tensor, Tensor], Tensor], microbatch: int = 1) -> Tensor:
         """The gradient (B, ...) with respect to final states (B, ...) of what has the gradient `image_gradient` with respect to images.
@@ -314,7 +320,8 @@ class FlowPipeline:
         """States (B, ...) float32 of images (B, 3, H, W) in [0, 1]: the inverse of `decode`.
 
         Raises:
-            FlowGRPOError: the pipeline's state is not its VAE's latent, or not packed by a `_pack_latents` of its own.
+            FlowGRPOError: the pipeline's state is not its VAE's latent, is scaled in another way than those known here, or is not packed by
+                a `_pack_latents` of its own.
         """
         _, shape = self.schedule(2)
         name = type(self.pipe).__name__
@@ -336,8 +343,28 @@ class FlowPipeline:
             raise FlowGRPOError("it makes videos.")
         vae = self.pipe.vae
         z = vae.encode((2 * images - 1).to(self.device, vae.dtype)).latent_dist.mode().float()
-        z = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor
-        return (self.pipe._pack_latents(z, *z.shape) if len(shape) == 2 else z).cpu()
+        scaled = (z - (getattr(vae.config, "shift_factor", None) or 0)) * vae.config.scaling_factor
+        if (mean := getattr(vae.config, "latents_mean", None)) is not None:
+            mean, std = (z.new_tensor(values)[:, None, None] for values in (mean, vae.config.latents_std))
+            scaled = (z - mean) / std
+        states = self.pipe._pack_latents(scaled, *z.shape) if len(shape) == 2 else scaled
+        if states.shape[1:] == shape:
+            self._check_scale(states[:1], z[:1])
+        return states.cpu()
+
+    def _check_scale(self, states: Tensor, latents: Tensor) -> None:
+        """Raise FlowGRPOError if the pipeline gives its VAE other latents for these states than those that the VAE has encoded."""
+
+        def stop(z: Tensor, *args: Any, **kwargs: Any) -> None:
+            raise StopPipeline(sample=z)
+
+        self.pipe.vae.decode = stop
+        try:
+            decoded = self._after_loop(states).sample.float()
+        finally:
+            del self.pipe.vae.decode
+        if (decoded - latents).abs().max() > ROUNDING * latents.abs().max():
+            raise FlowGRPOError("it scales its latents in a way that is not known here.")
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)

@@ -170,7 +170,7 @@ def settings_of(policy: Policy, args: FlowGRPOConfig) -> FlowGRPOConfig:
     own |= {"guidance": policy.guidance, "dtype": names.get(policy.dtype, args.dtype)}
     if policy.has_lora and args.lora is not None:
         lora = policy.lora.transformer.peft_config[TRAINED]
-        values = {"rank": lora.r, "alpha": float(lora.lora_alpha), "targets": sorted(lora.target_modules)}
+        values = {"rank": lora.r, "alpha": float(lora.lora_alpha), "targets": policy.lora.targets}
         own["lora"] = args.lora.model_copy(update=values)
     return args.model_copy(update=own)
 

@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
@@ -22,15 +23,18 @@ from support.families import TINY
 from support.hub_server import deleted, local_hub, settings, uploaded
 from support.paths import ROOT
 
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import LoraConfig
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.export import model_card
 from flow_grpo.export.export import check_push, export
 from flow_grpo.files import check_safetensors
 from flow_grpo.policy import hub, lora_file
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy, save_merged
 from flow_grpo.policy.lora import Lora
 from flow_grpo.run_folder import layout
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import plain
 from flow_grpo.tracking.tracker import read_metrics
@@ -523,6 +527,31 @@ def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
     base_licence = model_card.base_licence(str(tmp_path))
     assert " ".join(base_licence.get("license", "").split()) == (licence or "")
     assert base_licence.keys() <= {"license"}
+
+
+def test_a_single_file_has_the_licence_of_its_folder(tmp_path):
+    (tmp_path / model_card.CARD).write_text("---\nlicense: mit\n---\ntext")
+    (tmp_path / "mine.safetensors").touch()
+    assert model_card.base_licence(str(tmp_path / "mine.safetensors")) == {"license": "mit"}
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_cards_python_names_the_variant_of_the_base_models_files(run, tmp_path, merge):
+    base = shutil.copytree(BUNDLED_MODELS["tiny"], tmp_path / "base")
+    for file in [*base.rglob("*.safetensors")]:
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    args, run_reader = FlowGRPOConfig.from_yaml(run / "config.yaml"), RunReader(run)
+    args = args.model_copy(update={"model": str(base)})
+    folder = tmp_path / "out"
+    if merge:
+        save_merged(load_policy(str(base), "cpu", "fp32", str(run / "lora")), folder, str(base))
+    else:
+        shutil.copytree(run / "lora", folder)
+    code = model_card.usage_code(folder, args, run_reader, merge, str(folder))
+    loading = next(line for line in code.splitlines() if ".from_pretrained(" in line)
+    namespace: dict = {"device": "cpu", "torch": torch, "StableDiffusion3Pipeline": StableDiffusion3Pipeline}
+    exec(loading, namespace)
+    assert "variant='fp16'" in loading
 
 
 @pytest.mark.slow

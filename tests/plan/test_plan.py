@@ -431,6 +431,27 @@ def test_a_gpu_is_known_however_its_name_is_written(name, known, gigabytes):
     assert (machine.name, machine.memory) == (known, gigabytes * GB)
 
 
+def test_a_gpu_in_float32_is_said_to_be_slower_than_its_peak(lean):
+    plans = {
+        dtype: CliRunner().invoke(cli.app, ["plan", "tiny_grpo", *lean, f"dtype={dtype}", "--gpu", "H100"]).output
+        for dtype in ("fp32", "bf16")
+    }
+    assert {dtype for dtype, text in plans.items() if "a GPU is slower in fp32: set dtype=bf16" in text} == {"fp32"}
+
+
+def test_of_a_run_with_stages_the_one_that_takes_most_memory_is_planned(lean):
+    sizes = [{"steps": 3, "microbatch": 2}, {"steps": 3, "microbatch": 8}, {"steps": 3, "microbatch": 4}]
+    staged = [*lean, "prompts_per_step=4", "images_per_prompt=2", "microbatch=2", f"stages={json.dumps(sizes)}"]
+    estimator = StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo", staged), cuda=True)
+    heaviest = estimator.heaviest_stage()
+    assert heaviest.args.microbatch == 8
+    assert heaviest.trace is estimator.trace
+    text = CliRunner().invoke(cli.app, ["plan", "tiny_grpo", *staged, "--gpu", "H100"]).output
+    assert "stage 2 of 3 takes most memory" in text
+    assert "memory with microbatch=8" in text
+    assert "9 steps" in text
+
+
 def test_an_unknown_gpu_is_refused_in_a_clear_error_unless_its_memory_is_given(lean):
     with pytest.raises(ValueError, match=r"there is no GPU Voodoo in the list. Give one of A100.*--gpu-memory"):
         Hardware.from_name("Voodoo")

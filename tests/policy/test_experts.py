@@ -116,6 +116,24 @@ def test_copies_and_states_have_both_experts(policy):
     assert all(torch.equal(a, b) for a, b in zip(velocities(policy), old, strict=True))
 
 
+def test_a_copy_has_each_experts_own_rank(policy, folder, tmp_path):
+    other = load_policy(str(folder), "cpu", "fp32", **CALL)
+    other.add_lora(4, 4, ["to_q"], seed=1)
+    stir(other)
+    for one, name in ((policy, "first"), (other, "second")):
+        one.save(tmp_path / name)
+    (tmp_path / "second" / expert_weights("transformer_2")).replace(tmp_path / "first" / expert_weights("transformer_2"))
+    both = load_policy(str(folder), "cpu", "fp32", **CALL)
+    both.load_lora(tmp_path / "first")
+    both.lora.add_adapter_copy("old")
+    shapes = [[p.shape for p in both.trainable_parameters(adapter).values()] for adapter in ("default", "old")]
+    assert shapes[0] == shapes[1]
+    assert {min(shape) for shape in shapes[0]} == {2, 4}
+    expected = velocities(both)
+    with both.lora.use("old"):
+        assert all(torch.equal(a, b) for a, b in zip(velocities(both), expected, strict=True))
+
+
 def test_a_merged_model_has_both_loras(policy, folder, tmp_path):
     expected = velocities(policy)
     save_merged(policy, tmp_path, str(folder))

@@ -1,5 +1,7 @@
 """The LoRA on the embedded pipeline: added, trained, saved, loaded and removed."""
 
+import re
+
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
@@ -161,6 +163,29 @@ def test_a_lora_that_is_taken_off_leaves_the_base_model(policy):
     policy.reset_to_base()  # nothing is left to take off
     with torch.no_grad():
         assert torch.equal(policy.velocity(LATENTS, torch.tensor(500.0), conditioning, ROWS), base)
+
+
+def test_the_copies_go_with_a_lora_and_a_new_one_may_have_another_rank(policy):
+    policy.lora.add_adapter_copy("old")
+    policy.reset_to_base()
+    assert policy.lora.adapters == []
+    assert not policy.has_lora
+    for rank in (3, 5):
+        policy.reset_to_base()
+        policy.add_lora(rank, 1, ["to_k"], seed=0)
+        policy.lora.add_adapter_copy("old")
+        assert {min(p.shape) for p in policy.trainable_parameters("old").values()} == {rank}
+
+
+def test_a_second_lora_is_refused_with_what_to_do(policy, tmp_path):
+    policy.save(tmp_path)
+    again = "the policy has a LoRA already: remove it by policy.reset_to_base()"
+    with pytest.raises(FlowGRPOError, match=re.escape(again)):
+        policy.load_lora(tmp_path)
+    with pytest.raises(FlowGRPOError, match=re.escape(again)):
+        policy.add_lora(4, 8, ["to_q"], seed=0)
+    policy.reset_to_base()
+    policy.load_lora(tmp_path)
 
 
 @pytest.mark.parametrize(("dtype", "cast"), [("fp32", True), ("bf16", False)])

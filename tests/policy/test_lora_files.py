@@ -120,3 +120,13 @@ def test_every_verb_refuses_a_lora_with_nan(nan, tmp_path):
     ):
         assert "holds values that are not finite, in 1 of 24 tensors" in " ".join(output.split())
     assert not (tmp_path / "samples" / "grid.png").exists()
+
+
+def test_a_file_with_a_matrix_of_two_names_is_refused(good, tmp_path):
+    """Such as one of two adapters: which of them is meant, it does not say."""
+    tensors = load_file(good)
+    first = next(name for name in tensors if ".lora_A." in name)
+    tensors[first.replace(".lora_A.", ".lora_A.old.")] = 2 * tensors[first]
+    save_file(tensors, tmp_path / "both.safetensors")
+    with pytest.raises(ValueError, match=r"has transformer\.\S+ twice, with \S+: give a file of one adapter"):
+        tiny_policy().load_lora(tmp_path / "both.safetensors")

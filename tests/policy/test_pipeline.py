@@ -415,6 +415,30 @@ def test_the_latents_of_an_image_are_its_vaes_shifted_and_scaled(shared):
         shared.encode_images(images[..., :16, :40])
 
 
+def test_latents_by_mean_and_deviation_are_those_that_the_vae_gets_back(monkeypatch):
+    policy = of_family("glm_image")
+    images = torch.rand(2, 3, *TINY["glm_image"].size, generator=torch.Generator().manual_seed(0))
+    vae, received = policy.pipe.vae, []
+    decode, latents = vae.decode, policy.encode_images(images)
+    monkeypatch.setattr(vae, "decode", lambda z, **more: (received.append(z), decode(z, **more))[1])
+    policy.decode(latents)
+    torch.testing.assert_close(received[0], vae.encode(2 * images - 1).latent_dist.mode(), rtol=0, atol=1e-5)
+
+
+def test_images_are_refused_where_a_pipeline_scales_latents_otherwise():
+    """This one leaves a VAE's shift out, so its states would be off by it."""
+    policy = of_family("cogview4")
+    assert policy.pipe.vae.config.shift_factor
+    images = torch.rand(1, 3, *TINY["cogview4"].size, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(
+        ValueError, match="CogView4Pipeline can't be trained on given images: it scales its latents in a way"
+    ):
+        policy.encode_images(images)
+    assert "decode" not in vars(policy.pipe.vae)
+    policy.pipe.vae.register_to_config(shift_factor=0.0)
+    assert policy.encode_images(images).shape[1:] == policy.schedule(2)[1]
+
+
 def no_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -445,7 +469,7 @@ def test_memory_that_runs_out_in_a_probe_is_no_answer(monkeypatch):
 def test_packed_latents_are_packed_by_the_pipeline():
     """And a VAE without a shift has none."""
     policy = of_family("flux")
-    policy.pipe.vae.register_to_config(shift_factor=None)
+    policy.pipe.vae.register_to_config(shift_factor=0.0)
     images = torch.rand(2, 3, *TINY["flux"].size, generator=torch.Generator().manual_seed(0))
     _, shape = policy.schedule(2)
     latents = policy.encode_images(images)

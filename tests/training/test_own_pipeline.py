@@ -46,6 +46,19 @@ def test_the_settings_of_a_given_policy_are_those_of_the_run(tmp_path, capsys):
     assert (told.lora.rank, told.lora.alpha, told.lora.targets) == (2, 4, ["to_out.0", "to_q"])
 
 
+def test_the_targets_of_a_policy_with_a_loaded_lora_are_its_layers(tmp_path):
+    policy = small.policy()
+    policy.save(tmp_path / "lora")
+    loaded = small.policy(lora=False)
+    loaded.load_lora(tmp_path / "lora")
+    told = FlowGRPOTrainer(loaded, brightness, settings(tmp_path / "run"), train_dataset=["a", "b"]).args
+    blocks = [f"transformer_blocks.{i}.attn" for i in range(2)]
+    assert told.lora.targets == [f"{block}.{layer}" for block in blocks for layer in ("to_out.0", "to_q")]
+    again = small.policy(lora=False)
+    again.add_lora(told.lora.rank, told.lora.alpha, told.lora.targets, seed=0)
+    assert again.trainable_parameters().keys() == loaded.trainable_parameters().keys()
+
+
 @pytest.mark.usefixtures("no_report")
 def test_a_policy_that_was_trained_is_trained_on_and_the_run_says_so(tmp_path, capsys):
     policy = small.policy(lora=False)
