@@ -24,6 +24,7 @@ from flow_grpo.evaluation.significance import MIN_PROMPTS_FOR_INTERVAL
 from flow_grpo.evaluation.targets import unnamed_rewards
 from flow_grpo.policy import hub
 from flow_grpo.policy.families import family, has_lora_loader, makes_videos, takes
+from flow_grpo.policy.lora_file import HEADER_CONFIG, PIPELINE_PREFIX
 from flow_grpo.report import summary
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, value_of
@@ -31,7 +32,6 @@ from flow_grpo.text import code_block, escape_markdown, inline_code, link, markd
 
 TEMPLATES = Path(__file__).parent / "templates"
 CARD, PICTURES = "README.md", "pictures"
-ADAPTER_CONFIG = "adapter_config.json"  # of a LoRA in peft's format
 DIFFUSERS_AND_PEFT = (Path(hub.WEIGHTS).stem, Path(hub.PEFT_WEIGHTS).stem)
 MAX_PROMPTS = 8  # with images
 HUB = "https://huggingface.co"
@@ -216,13 +216,13 @@ def rank_and_alpha(settings: LoraConfig | None, folders: list[Path]) -> dict[str
 def _stored_settings(folder: Path) -> dict[str, Any]:
     """The settings of the LoRA in a folder, in peft's names; {} if there is none, or it does not say."""
     try:
-        if (folder / ADAPTER_CONFIG).is_file():
-            return dict(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+        if (folder / hub.ADAPTER_CONFIG).is_file():
+            return dict(json.loads((folder / hub.ADAPTER_CONFIG).read_text(encoding="utf-8")))
         with safe_open(folder / hub.WEIGHTS, "np") as file:
-            packed = dict(json.loads(file.metadata()["lora_adapter_metadata"]))
+            packed = dict(json.loads(file.metadata()[HEADER_CONFIG]))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return {name.removeprefix("transformer."): value for name, value in packed.items()}
+    return {name.removeprefix(PIPELINE_PREFIX): value for name, value in packed.items()}
 
 
 def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:
@@ -302,12 +302,10 @@ def usage_code(folder: Path, args: FlowGRPOConfig, run: RunReader, merged: bool,
         lines[1] += f", {transformer}"
         config = f'config={str(file.parent)!r}, subfolder="transformer"'
         base = f"\n    {str(file.parent)!r}, transformer={transformer}.from_single_file({str(file)!r}, {config})"
-    lines += (
-        ["from flow_grpo.policy.hub import resolve_model  # finds the embedded model"]
-        if args.model in hub.BUNDLED_MODELS and not merged
-        else []
-    )
-    lines += [] if merged or not (folder / hub.PEFT_WEIGHTS).is_file() else ["from peft import PeftModel"]
+    if args.model in hub.BUNDLED_MODELS and not merged:
+        lines.append("from flow_grpo.policy.hub import resolve_model  # finds the embedded model")
+    if (folder / hub.PEFT_WEIGHTS).is_file() and not merged:
+        lines.append("from peft import PeftModel")
     weights = folder if merged else (file.parent if file else Path(args.model))
     variant = hub.weights_variant(weights) if weights.is_dir() else None  # of the base model, or of what was copied from it
     options = f"torch_dtype=torch.{run.machine.get('dtype', 'bfloat16')}" + (f", variant={variant!r}" if variant else "")
@@ -335,7 +333,7 @@ def _loading(folder: Path, source: str, kind: str, merged: bool) -> list[str] | 
     files = comfyui_files(folder)
     weights = files[0] if files else hub.WEIGHTS
     with safe_open(folder / weights, "np") as file:
-        for_pipeline = all(name.startswith("transformer.") for name in list(file.keys()))
+        for_pipeline = all(name.startswith(PIPELINE_PREFIX) for name in list(file.keys()))
     if files and not (for_pipeline and has_lora_loader(kind)):
         return None
     if for_pipeline:

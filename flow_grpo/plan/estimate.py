@@ -92,18 +92,11 @@ class StepEstimator:
         self.args, self.cuda, self.count = args, cuda, count
         self.dtype = dtype_of(args, cuda)
         shard, is_full = args.memory.shard if count > 1 else None, args.lora is None
-        is_sharded = shard is not None and is_full
-        self.num_shards = {
-            "base": count if shard is not None else 1,
-            "trained": count if is_sharded else 1,
-            "gradients": count if is_sharded else 1,
-            "moments": count if is_sharded else 1,
-        }
-        self.trace = trace or ModelTrace(args, self.dtype, cuda, release_gradients=self.num_shards["gradients"] > 1)
+        self.base_shards = count if shard is not None else 1
+        self.trained_shards = self.base_shards if is_full else 1  # of what is trained, its gradients and its moments
+        self.trace = trace or ModelTrace(args, self.dtype, cuda, release_gradients=self.trained_shards > 1)
         self.image_size = self.trace.image_shape[-2:]
-        self.loading = LoadingMemory(0.0, 0.0)
-        if not cuda:
-            self.loading = LoadingMemory.of(self.trace.policy.pipe, self.dtype)
+        self.loading = LoadingMemory(0.0, 0.0) if cuda else LoadingMemory.of(self.trace.policy.pipe, self.dtype)
         two, four = (self._transient(rows) for rows in (2, 4))
         self._per_row = {name: (four[name] - two[name]) / 2 for name in two}
         self._fixed = {name: two[name] - 2 * self._per_row[name] for name in two}
@@ -195,7 +188,7 @@ class StepEstimator:
         # a teacher's may be of another rank
         adapters = {anchor.adapter for anchor in args.objective.named_anchors if anchor.adapter}
         copies = 1 + bool(args.ema_decay) + len(args.objective.policy_copies) + len(adapters)
-        is_full, shards = self.trace.policy.is_full_finetuning, self.num_shards
+        is_full, shards = self.trace.policy.is_full_finetuning, self.trained_shards
         keeps_base = not self.cuda or self._reference_passes  # of full fine-tuning; else the base weights are on the CPU
         denoisers = self.trace.policy.lora.transformers.values()
         base = (
@@ -203,13 +196,13 @@ class StepEstimator:
         )
         base -= self._offloaded[0]
         bytes_by_part = {
-            "base weights": base / shards["base"],
+            "base weights": base / self.base_shards,
             TEXT_ENCODERS: text_encoder_bytes(pipe) - self._offloaded_encoders,
             "VAE": weight_bytes(pipe.vae, None),
             "files in another dtype": self.loading.stays,
-            ("transformer" if is_full else "adapter"): trained * (copies / shards["trained"] + moments / shards["moments"]),
+            ("transformer" if is_full else "adapter"): trained * (copies + moments) / shards,
             # gradients that are not sharded are counted as transient
-            "gradients": trained / shards["gradients"] if shards["gradients"] > 1 else 0,
+            "gradients": trained / shards if shards > 1 else 0,
             "trajectories": self._trajectories if self.cuda else 0,  # on a CPU the allocator's overhead covers them
             "CUDA": CUDA_CONTEXT if self.cuda else 0,
         }

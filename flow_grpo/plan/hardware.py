@@ -81,21 +81,15 @@ class Hardware:
         """
         normalized, named_gb = _normalize_name(gpu)
         listed = {_normalize_name(name)[0]: name for name in GPUS}
-        matches = (
-            [listed[normalized]]
-            if normalized in listed
-            else [n for p, n in listed.items() if len(normalized) > 2 and p.endswith(normalized)]
-        )
+        endings = [listed[key] for key in listed if len(normalized) > 2 and key.endswith(normalized)]
+        matches = [listed[normalized]] if normalized in listed else endings
         memory_gb = memory_gb or named_gb
         if len(matches) == 1:
             memory, speed = GPUS[matches[0]]
             return cls(matches[0], (memory_gb or memory) * GB, (tflops or speed) * TERA, count)
         if memory_gb is None:
-            hint = (
-                f" If it is the memory in GB, write {normalized}GB."
-                if normalized.isdecimal()
-                else suggest(normalized, listed)
-            )
+            in_gb = f" If it is the memory in GB, write {normalized}GB."
+            hint = in_gb if normalized.isdecimal() else suggest(normalized, listed)
             raise FlowGRPOError(
                 f"there is no GPU {gpu} in the list.{hint} Give one of {', '.join(GPUS)}; for another one set "
                 "--gpu-memory, and --gpu-tflops if you know it."

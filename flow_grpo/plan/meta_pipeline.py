@@ -121,13 +121,17 @@ class MetaTextEncoder(torch.nn.Module):
 
 
 class MetaModule:
-    """Stands in for a network: runs its code on the meta device with the shapes of its arguments, and returns zeros."""
+    """Stands in for a network: runs its code on the meta device with the shapes of its arguments, and returns zeros.
+
+    Attributes:
+        cast: the context in which its code runs on the meta device.
+    """
 
     device = torch.device("cpu")  # the pipeline's own tensors have values
 
     def __init__(self, network: torch.nn.Module, dtype: torch.dtype, cuda: bool) -> None:
         self._network: Any = network
-        self._cast = _Cast(dtype, cuda)
+        self.cast = _Cast(dtype, cuda)
         self._counter: Any = nullcontext()
         self._outputs: list[Tensor] = []
         self._backward = False
@@ -148,7 +152,7 @@ class MetaModule:
     def enable_gradient_checkpointing(self) -> None:
         def checkpointed(block: Any, *args: Any) -> Any:
             # what is computed again is cast too
-            return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self._cast))
+            return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), self.cast))
 
         self._network.enable_gradient_checkpointing(checkpointed)
 
@@ -208,16 +212,11 @@ class MetaModule:
         """Bytes of the float32 buffers that building the network computes, before its files are read."""
         return sum(4 * buffer.numel() for buffer in self._network.buffers())
 
-    @property
-    def cast(self) -> TorchFunctionMode:
-        """The context in which the network's blocks run on the meta device."""
-        return self._cast
-
     def _run(self, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         if self._backward and not any(parameter.requires_grad for parameter in self._network.parameters()):
             args, kwargs = tree_map(_with_gradient, (args, kwargs))  # of a frozen network, the gradient is that of its input
-        with self._counter, self._cast:
+        with self._counter, self.cast:
             output = call(*args, **kwargs)
         self._outputs += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         return tree_map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, output)

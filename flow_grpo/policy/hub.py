@@ -243,16 +243,16 @@ def read_index(folder: str | Path) -> Index:
             for name, entry in entries.items()
             if isinstance(entry, list) and (name not in settings or _names_class(entry))
         }
-        for name in arguments:
-            if parts.get(name, Any) is None and name not in settings and name not in optional:
-                raise FlowGRPOError(
-                    f"{INDEX} leaves out {name} ([null, null]), and {pipeline_class.__name__} can't be loaded without it: copy its "
-                    "folder from the published model, and its entry"
-                )
-            if name not in settings and name not in optional and parts.get(name) is None:
-                raise FlowGRPOError(
-                    f"{INDEX} names no {name} with its library and class, and {pipeline_class.__name__} needs one"
-                )
+        needed = (name for name in arguments if name not in settings and name not in optional)
+        if (absent := next((name for name in needed if parts.get(name) is None), None)) and absent in parts:
+            raise FlowGRPOError(
+                f"{INDEX} leaves out {absent} ([null, null]), and {pipeline_class.__name__} can't be loaded without it: copy its "
+                "folder from the published model, and its entry"
+            )
+        if absent:
+            raise FlowGRPOError(
+                f"{INDEX} names no {absent} with its library and class, and {pipeline_class.__name__} needs one"
+            )
         for name, part in parts.items():
             if part is not None:
                 _check_configs(folder / name, part)

@@ -19,7 +19,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, images_of, with_images
 from flow_grpo.policy.encoding import Conditioning, EmbeddingCache, PromptEncoder, without_state
-from flow_grpo.policy.families import Family, family
+from flow_grpo.policy.families import family
 from flow_grpo.policy.interception import (
     InterceptingScheduler,
     StopPipeline,
@@ -60,6 +60,7 @@ class FlowPipeline:
         supports_per_sample_timesteps: whether a call can have a timestep per row; None until that was tried.
         timestep_copies: how often such a call is given them: twice where the pipeline doubles the rows for guidance, but not a timestep.
         own_call: the arguments of every pipeline call that were given.
+        call: those and the ones of the family and of the guidance.
         synced_call_count: given how many calls this process needs, how many all processes make.
     """
 
@@ -80,30 +81,18 @@ class FlowPipeline:
         self.pipe, self.dtype, self.device, self.guidance = pipe, dtype, pipe.transformer.device, guidance
         self.own_call = call
         defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
-        arguments = {**defaults, **self._guidance_argument(guidance), **call}
-        self.probe_prompts = probe_prompts(name, arguments)
+        self.call = {**defaults, **self._guidance_argument(guidance), **call}
+        self.probe_prompts = probe_prompts(name, self.call)
         self.supports_per_sample_timesteps: bool | None = None
         self.timestep_copies = 1
         self.supports_images_per_row: bool | None = None
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
         self._scheduler = InterceptingScheduler.from_scheduler(pipe.scheduler)
         self._intercepted = self._make_intercepted(guidance)
-        self._call = PipelineCall(
-            pipe,
-            self._intercepted,
-            self._scheduler,
-            family=self.family,
-            parameters=self._arguments,
-            arguments=arguments,
-            autocast=self._autocast,
-        )
+        # the values of prepare_latents for that many rows without images, but for the state
+        self._prepared: dict[int, tuple] = {}
         cache = EmbeddingCache() if embedding_cache is None else embedding_cache
         self.encoder = PromptEncoder(pipe, self._intercepted, self.family, call=self._call, cache=cache, offload=offload)
-
-    @property
-    def call(self) -> dict[str, Any]:
-        """Arguments of every pipeline call, with those of the family and of the guidance."""
-        return self._call.arguments
 
     def _guidance_argument(self, guidance: float) -> dict[str, float]:
         if not self.family.guidance:
@@ -156,7 +145,7 @@ class FlowPipeline:
         rows = torch.zeros(1, dtype=torch.long)
         try:
             probe = self.encode(self.probe_prompts[:1])
-            stop = self._call.call_with_recordings(probe, rows, timesteps=None, x=None, num_inference_steps=steps)
+            stop = self._call_with_recordings(probe, rows, timesteps=None, x=None, num_inference_steps=steps)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # each pipeline has its own
@@ -239,7 +228,7 @@ class FlowPipeline:
         is_shared = (timesteps == timesteps[0]).all()
         # pipelines iterate over the first axis
         first_axis = timesteps[:1] if is_shared else timesteps.repeat(self.timestep_copies)[None]
-        v = self._call.call_with_recordings(conditioning, rows, first_axis, x).output.float()
+        v = self._call_with_recordings(conditioning, rows, first_axis, x).output.float()
         return -v if self._scheduler.config.invert_sigmas else v  # of a flow whose own sigmas are shares of the image
 
     # -- images -------------------------------------------------------------------------------------------------------
@@ -263,7 +252,7 @@ class FlowPipeline:
         """What the pipeline's code after its loop returns for final states (B, ...)."""
         probe, no_step = self.encode(self.probe_prompts[:1]), torch.zeros(0, device=self.device)
         rows = torch.zeros(len(latents), dtype=torch.long)
-        return self._call.call_with_recordings(probe, rows, no_step, latents, output_type="pt")
+        return self._call_with_recordings(probe, rows, no_step, latents, output_type="pt")
 
     def decode_vjp(self, latents: Tensor, image_gradient: Callable[[Tensor, Tensor], Tensor], microbatch: int = 1) -> Tensor:
         """The gradient (B, ...) with respect to final states (B, ...) of what has the gradient `image_gradient` with respect to images.
@@ -299,7 +288,7 @@ class FlowPipeline:
         """The states (B, ...) float32 that the pipeline itself would begin with, by a generator of that seed."""
         generator = torch.Generator(self.device).manual_seed(seed)
         rows, conditioning = torch.arange(len(prompts)), self.encode(prompts)
-        stop = self._call.call_with_recordings(conditioning, rows, timesteps=None, x=None, generator=generator)
+        stop = self._call_with_recordings(conditioning, rows, timesteps=None, x=None, generator=generator)
         return stop.sample.float().cpu()
 
     @torch.no_grad()
@@ -310,7 +299,7 @@ class FlowPipeline:
         for guider in self.family.guiders:
             object.__setattr__(pipe, guider, getattr(self._intercepted, guider))
         pipe.set_progress_bar_config(disable=True)
-        call = {"generator": torch.Generator(self.device).manual_seed(seed), **self._call.prompt_arguments([prompt])}
+        call = {"generator": torch.Generator(self.device).manual_seed(seed), **self._prompt_arguments([prompt])}
         with self._autocast(), self.encoder.encoders_on_device():
             out = pipe(num_inference_steps=steps, output_type="pt", **call)
         return images_to_tensor(out[0]).float().clamp(0, 1).cpu()
@@ -369,54 +358,28 @@ class FlowPipeline:
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    # -- a call of the pipeline ----------------------------------------------------------------------------------------
 
-class PipelineCall:
-    """Calls a pipeline, or a copy of it, with the arguments of this model.
-
-    Args:
-        pipe: the user's pipeline.
-        intercepted: a copy of it with `scheduler` and without progress bar.
-        parameters: of the pipeline's `__call__`.
-        arguments: of every call.
-    """
-
-    def __init__(
-        self,
-        pipe: DiffusionPipeline,
-        intercepted: Any,
-        scheduler: InterceptingScheduler,
-        *,
-        family: Family,
-        parameters: Any,
-        arguments: dict[str, Any],
-        autocast: Callable[[], torch.autocast],
-    ) -> None:
-        self.pipe, self.intercepted, self.scheduler = pipe, intercepted, scheduler
-        self.family, self.parameters, self.arguments, self.autocast = family, parameters, arguments, autocast
-        self.device: torch.device = pipe.transformer.device
-        # the values of prepare_latents for that many rows without images, but for the state
-        self._prepared: dict[int, tuple] = {}
-
-    def __call__(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
+    def _call(self, pipe: Any, prompts: list[str], **kwargs: Any) -> Any:
         """Call a copy of the pipeline with the images of the first prompt; recordings give the other rows theirs.
 
         Returns what it stopped with, or the pipeline's own output if it ran to the end.
         """
-        call = {"num_inference_steps": 1, "output_type": "latent", **self.prompt_arguments(prompts), **kwargs}
-        if "generator" in self.parameters and "generator" not in call:
+        call = {"num_inference_steps": 1, "output_type": "latent", **self._prompt_arguments(prompts), **kwargs}
+        if "generator" in self._arguments and "generator" not in call:
             # its random numbers are not used, and the global random stream is left alone
             call["generator"] = torch.Generator(self.device).manual_seed(0)
         try:
-            with self.autocast():
+            with self._autocast():
                 undecorated = inspect.unwrap(type(pipe).__call__)  # not under no_grad: gradients flow
                 return undecorated(pipe, **call)
         except StopPipeline as stop:
             return stop
 
-    def prompt_arguments(self, prompts: list[str]) -> dict[str, Any]:
+    def _prompt_arguments(self, prompts: list[str]) -> dict[str, Any]:
         """The arguments of a call with these prompts."""
-        call, images = {**self.arguments, "prompt": [str(prompt) for prompt in prompts]}, images_of(prompts[0])
-        if "max_area" in self.parameters and {"height", "width"} <= call.keys():
+        call, images = {**self.call, "prompt": [str(prompt) for prompt in prompts]}, images_of(prompts[0])
+        if "max_area" in self._arguments and {"height", "width"} <= call.keys():
             # without it, the size would be changed to an area of the pipeline's own
             call.setdefault("max_area", call["height"] * call["width"])
         if images:
@@ -428,7 +391,7 @@ class PipelineCall:
             call["negative_prompt"] = [call["negative_prompt"]] * len(call["prompt"])
         return call
 
-    def call_with_recordings(
+    def _call_with_recordings(
         self, conditioning: Conditioning, rows: Tensor, timesteps: Tensor | None, x: Tensor | None, **kwargs: Any
     ) -> Any:
         """Call the pipeline with recorded embeddings.
@@ -437,9 +400,9 @@ class PipelineCall:
             timesteps: what the scheduler requests; None for the pipeline's own schedule.
             x: states in place of the initial ones; None for the pipeline's own.
         """
-        self.scheduler.requested_timesteps = None if timesteps is None else timesteps.to(self.device, non_blocking=True)
+        self._scheduler.requested_timesteps = None if timesteps is None else timesteps.to(self.device, non_blocking=True)
         prompts, outputs = conditioning.select(rows)
-        pipe, recorded = copy.copy(self.intercepted), iter(outputs)
+        pipe, recorded = copy.copy(self._intercepted), iter(outputs)
 
         def replayed(name: str) -> Callable:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -462,10 +425,10 @@ class PipelineCall:
                 )
             else:
                 kwargs["latents"] = x.to(self.device, self.pipe.transformer.dtype)
-        return self(pipe, prompts, **kwargs)
+        return self._call(pipe, prompts, **kwargs)
 
     def _own_state(self, *args: Any, **kwargs: Any) -> Tensor:
-        latents = self.intercepted.prepare_latents(*args, **kwargs)
+        latents = self._intercepted.prepare_latents(*args, **kwargs)
         return latents[0] if isinstance(latents, tuple) else latents
 
     def _fixed_prepare_latents(self, x: Tensor, prepared: dict[int, tuple]) -> Callable:

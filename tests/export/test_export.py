@@ -409,7 +409,7 @@ def test_the_card_gives_the_rank_and_alpha_of_the_weights_whatever_the_config_ha
 )
 def test_of_a_lora_that_does_not_tell_them_rank_and_alpha_are_the_configs(tmp_path, content, found):
     nothing = tmp_path / "nothing"
-    (tmp_path / model_card.ADAPTER_CONFIG).write_text(content)
+    (tmp_path / hub.ADAPTER_CONFIG).write_text(content)
     assert model_card.rank_and_alpha(LoraConfig(), [nothing, tmp_path]) == found
     assert model_card.rank_and_alpha(None, [tmp_path]) is None
 
