@@ -13,6 +13,7 @@ from torch import Tensor
 from flow_grpo import sampling
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.image_prompt import with_images
+from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import Schedule, StochasticSteps
 
@@ -187,7 +188,7 @@ class CompatibilityChecks:
         expected = self._image(start)
         with tempfile.TemporaryDirectory() as folder:
             file = self.policy.lora.save(Path(folder))
-            self.policy.lora.remove()
+            self.policy.lora.remove(TRAINED)
             self.policy.load_lora(folder)
         image = self.policy.diffusers_image(self.pair[0], NUM_STEPS, seed=0)
         difference = (image - expected).abs().max().item()

@@ -7,7 +7,6 @@ tells a later export what it may replace.
 import glob
 import json
 import shutil
-from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -38,11 +37,12 @@ from flow_grpo.files import (
 from flow_grpo.policy import comfyui, hub, lora_file
 from flow_grpo.policy.devices import DTYPES
 from flow_grpo.policy.families import lora_header
-from flow_grpo.policy.loading import layer_shapes
+from flow_grpo.policy.library_logging import quiet_libraries
+from flow_grpo.policy.loading import layer_shapes, load_policy, save_merged, save_transformers
 from flow_grpo.policy.lora import TRANSFORMER
-from flow_grpo.policy.lora_file import LoraLayer
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader, check_links
+from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import counted, first_line, plain
 from flow_grpo.tracking.tracker import plot_curves
 
@@ -85,7 +85,8 @@ def export(
         raise FlowGRPOError("--format peft is for a LoRA, and this exports the whole model: leave it out.")
     if form == "comfyui":
         comfyui_names(args.model)
-    title = repo.rpartition("/")[2] if repo else out.resolve().name
+    name = repo or out.resolve().name
+    title = name.rpartition("/")[2]
     with new_files(out, RESULT, previous) as new_folder:
         notes = (
             _write_merged(args, run, source, new_folder, title=title, form=form, dtype=dtype)
@@ -96,17 +97,12 @@ def export(
         curve = draw_or_warn(lambda: plot_curves(folder), folder / layout.CURVES, notes.append)
         if curve is not None:
             shutil.copy(curve, new_folder / layout.CURVES)
-        model_card.write(new_folder, run.up_to_step(step), args, step=step, merged=merge, source=repo or out.resolve().name)
+        model_card.write(new_folder, run.up_to_step(step), args, step=step, merged=merge, source=name)
         if form == "comfyui":
             _write_preview(new_folder)
         files = sorted(str(file.relative_to(new_folder)) for file in new_folder.rglob("*") if file.is_file())
-        content = {
-            "flow_grpo": __version__,
-            "run": run.name,
-            "step": step,
-            "merged": merge,
-            "files": [*files, layout.EXPORT_MANIFEST],
-        }
+        content = {"flow_grpo": __version__, "run": run.name, "step": step, "merged": merge}
+        content["files"] = [*files, layout.EXPORT_MANIFEST]
         (new_folder / layout.EXPORT_MANIFEST).write_text(json.dumps(content, indent=1))
     what = "the whole model" if merge else "LoRA"
     weights = sorted(str(out / name) for name in files if "/" not in name and name.endswith(".safetensors")) or [str(out)]
@@ -153,8 +149,6 @@ def _write_merged(
     args: FlowGRPOConfig, run: RunReader, source: Path, folder: Path, *, title: str, form: Format, dtype: str | None
 ) -> list[str]:
     """Write the whole model, or for ComfyUI its transformer; returns notes for the user."""
-    from flow_grpo.policy.loading import save_merged, save_transformers
-
     policy = _trained_policy(args, run, source, dtype)
     if form == "comfyui":
         with TemporaryDirectory(dir=folder) as saved:
@@ -171,19 +165,11 @@ def _write_merged(
 
 
 def _trained_policy(args: FlowGRPOConfig, run: RunReader, source: Path, dtype: str | None = None) -> Any:
-    from flow_grpo.policy.library_logging import quiet_libraries
-    from flow_grpo.policy.loading import load_policy
-    from flow_grpo.run_folder.weights import load_trained_weights
-
     quiet_libraries()
-    policy = load_policy(args.model, "cpu", dtype or _run_dtype(run))
+    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+    policy = load_policy(args.model, "cpu", dtype or names[run.machine.get("dtype", "float32")])
     load_trained_weights(policy, str(source))
     return policy
-
-
-def _run_dtype(run: RunReader) -> str:
-    names = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
-    return names[run.machine.get("dtype", "float32")]
 
 
 def _write_preview(folder: Path) -> None:
@@ -292,33 +278,27 @@ def write_lora(
     Raises:
         FlowGRPOError: there is no LoRA, its values are not finite, or the format can't hold it.
     """
-    files = {
-        TRANSFORMER: next((source / name for name in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / name).is_file()), None)
-    }
-    files |= {
-        file.stem.removeprefix(f"{Path(hub.WEIGHTS).stem}_"): file for file in sorted(source.glob(hub.expert_weights("*")))
-    }
-    if files[TRANSFORMER] is None:
+    first = next((source / name for name in (hub.WEIGHTS, hub.PEFT_WEIGHTS) if (source / name).is_file()), None)
+    if first is None:
         raise FlowGRPOError(f"{source} holds no LoRA: neither {hub.WEIGHTS} nor {hub.PEFT_WEIGHTS} is in it.")
+    others = sorted(source.glob(hub.expert_weights("*")))
+    files = {TRANSFORMER: first, **{file.stem.removeprefix(f"{first.stem}_"): file for file in others}}
     if form == "peft" and len(files) > 1:
         raise FlowGRPOError(
             f"peft's format holds the LoRA of one transformer, and this model has {len(files)}: leave out --format."
         )
     header, notes = _header(args, run, title), []
     for component, file in files.items():
-        assert file is not None
         found, prefix = lora_file.read_own(file)
         header["modelspec.date"] = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat(timespec="seconds")
         if form == "comfyui":
             target = folder / comfyui_file(title, component if len(files) > 1 else None)
-            layers, left_out = _for_comfyui(found, args.model, component)
-            lora_file.write_named(target, layers, {**header, **_sizes(found)}, dtype)
-            notes += left_out
+            notes += _write_for_comfyui(target, found, args.model, component, header=header, dtype=dtype)
             continue
-        as_peft = form == "peft"
-        target = folder / (hub.PEFT_WEIGHTS if as_peft else file.name)
-        prefix = lora_file.PEFT_PREFIX if as_peft else prefix
-        lora_file.write(target, found.layers, prefix, header, found.config, dtype=dtype)
+        target = folder / (hub.PEFT_WEIGHTS if form == "peft" else file.name)
+        prefix = lora_file.PEFT_PREFIX if form == "peft" else prefix
+        targets = found.config.get("target_modules") or list(found.layers)
+        lora_file.write(target, found.layers, prefix, header, targets, dtype=dtype)
     return notes
 
 
@@ -360,25 +340,18 @@ def comfyui_names(model: str, component: str = TRANSFORMER) -> comfyui.Names:
     return comfyui.FAMILIES[transformer]
 
 
-def _for_comfyui(found: lora_file.LoraFile, model: str, component: str) -> tuple[dict[str, LoraLayer], list[str]]:
-    """The layers by the names that ComfyUI reads, and a note on those that have none."""
-    layers, left_out = comfyui.to_comfyui(found.layers, comfyui_names(model, component), _rows(model, component))
+def _write_for_comfyui(
+    file: Path, found: lora_file.LoraFile, model: str, component: str, *, header: dict[str, str], dtype: torch.dtype
+) -> list[str]:
+    """Write the layers by the names that ComfyUI reads; returns a note on those that have none."""
+    shapes = cache(lambda: layer_shapes(model, component))  # reads the model's config when the first is asked for
+    layers, left_out = comfyui.to_comfyui(found.layers, comfyui_names(model, component), lambda name: shapes()[name][0])
     if not layers:
         raise FlowGRPOError(f"--format comfyui: no layer of this LoRA has a name in ComfyUI, {left_out[0]} for one.")
+    rank = str(max(layer.rank for layer in found.layers.values()))  # fused layers have a larger one
+    lora_file.write_named(file, layers, {**header, "ss_network_dim": rank, "ss_network_alpha": rank}, dtype)
     number = f"{counted(len(left_out), 'layer')} of {len(found.layers)}"
-    return layers, [f"left out: {number}, which ComfyUI has no names for; {left_out[0]} is the first."] if left_out else []
-
-
-def _sizes(found: lora_file.LoraFile) -> dict[str, str]:
-    """The rank of the LoRA in a header, whatever that of fused layers is."""
-    rank = str(max(layer.rank for layer in found.layers.values()))
-    return {"ss_network_dim": rank, "ss_network_alpha": rank}
-
-
-def _rows(model: str, component: str) -> Callable[[str], int]:
-    """The rows of a layer of a model that has no LoRA. The model's config is read when the first is asked for."""
-    shapes = cache(lambda: layer_shapes(model, component))
-    return lambda name: shapes()[name][0]
+    return [f"left out: {number}, which ComfyUI has no names for; {left_out[0]} is the first."] if left_out else []
 
 
 def _header(args: FlowGRPOConfig, run: RunReader, title: str) -> dict[str, str]:

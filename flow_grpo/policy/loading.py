@@ -94,6 +94,11 @@ def _load_base(
         return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, call=call)
     path_or_name = str(model)
     source = hub.resolve_model(path_or_name)
+    if not Path(source).is_dir():
+        with load_errors(path_or_name):
+            hub_file(
+                source, hub.INDEX
+            )  # with it come the commit and the pipeline's class, which are read before the weights
     weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
     key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
     embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
@@ -277,7 +282,8 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
     """
     save_transformers(policy, folder)
     source = hub.resolve_model(base)
-    base_folder = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
+    with downloads(source):
+        base_folder = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(base_folder / hub.INDEX, folder / hub.INDEX)
     for part in hub.component_names(str(base_folder), ("",)):
         if part not in denoisers(policy.pipe) and (base_folder / part).is_dir():

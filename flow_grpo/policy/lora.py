@@ -14,6 +14,7 @@ from typing import Any, Literal
 import psutil
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -28,6 +29,7 @@ from flow_grpo.text import gigabytes
 
 TRANSFORMER = "transformer"  # the component that holds the LoRA; of several, the first
 TRAINED = "default"  # the trained adapter; others are copies of it
+REPLACED = "the policy has trained weights already: remove them by policy.reset_to_base()."
 
 
 class Lora:
@@ -104,7 +106,8 @@ class Lora:
         Raises:
             FlowGRPOError: no layer has such a name, there is a LoRA already, or it does not fit into this machine's memory.
         """
-        self._check_absent()
+        if TRAINED in self.adapters:
+            raise FlowGRPOError(REPLACED)
         layers = linear_layers(self.transformer)
         wanted = self.default_targets if targets is None else list(layers) if targets == "all" else targets
         matching = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in layers)]
@@ -125,17 +128,16 @@ class Lora:
 
     def remove(self, adapter: str | None = None) -> None:
         """Remove an adapter, if there is one of that name, or all of them, so that another one can be loaded."""
-        for name in reversed(self.adapters):  # the active one last: peft would warn that it activates another
-            if adapter not in (None, name):
-                continue
+        # the active one last: peft would warn that it activates another
+        names = [name for name in reversed(self.adapters) if adapter in (None, name)]
+        for name in names:
             for layer in self.lora_layers():
                 layer.delete_adapter(name)
             for transformer in self.transformers.values():
                 transformer.peft_config.pop(name)
-
-    def _check_absent(self) -> None:
-        if TRAINED in self.adapters:
-            raise FlowGRPOError("the policy has a LoRA already: remove it by policy.reset_to_base().")
+        if names and not self.adapters:  # else the base layers would keep other names than the model's
+            for transformer in self.transformers.values():
+                recurse_remove_peft_layers(transformer)
 
     def _make_trainable(self) -> None:
         for layer in self.lora_layers():
@@ -224,19 +226,18 @@ class Lora:
             adapter: what it becomes: the trained one, or one beside it, which replaces another of that name and is not trained.
 
         Raises:
-            FlowGRPOError: it is damaged, of another kind or model, some of its layers have no place in the transformer, or there is a
-                LoRA already.
+            FlowGRPOError: it is damaged, of another kind or model, some of its layers have no place in the transformer, or there is a LoRA
+                already.
         """
-        if adapter == TRAINED:
-            self._check_absent()
         with torch.device("cpu"):  # not on the meta device of `plan`
             found = lora_file.read(lora_file.find_file(source, file), name or source)
             layers = {TRANSFORMER: self._place(found, TRANSFORMER)}
             for expert in self.experts:  # where its file is missing it gets a LoRA that changes nothing
                 of_expert = expert_lora(source, expert)
                 layers[expert] = self._place(lora_file.read(of_expert), expert) if of_expert else {}
-        if adapter != TRAINED:  # a policy may be trained twice
-            self.remove(adapter)
+        if adapter == TRAINED and TRAINED in self.adapters:
+            raise FlowGRPOError(REPLACED)
+        self.remove(adapter)  # a policy may be trained twice
         with quietly():  # peft warns of an adapter that was taken off
             for component, own in layers.items():
                 self._attach(component, own or {name: _zero(layer) for name, layer in layers[TRANSFORMER].items()}, adapter)
@@ -302,8 +303,8 @@ class Lora:
         for component in (TRANSFORMER, *self.experts):
             of_component = file if component == TRANSFORMER else folder / expert_weights(component)
             transformer = getattr(self.pipe, component)
-            config = transformer.peft_config[TRAINED].to_dict()
-            lora_file.write(of_component, _layers(transformer), self.prefix_in_files, header, config)
+            targets = transformer.peft_config[TRAINED].target_modules
+            lora_file.write(of_component, _layers(transformer), self.prefix_in_files, header, targets)
         return file
 
 

@@ -389,22 +389,24 @@ def write(
     layers: Mapping[str, LoraLayer],
     prefix: str,
     header: Mapping[str, str],
-    config: dict[str, Any],
+    targets: Collection[str] | str,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write a LoRA with alpha = rank, and the checksum that `read` compares.
 
-    Layers of a smaller rank than others get zeros: older versions of diffusers take one alpha for all.
+    Layers of a smaller rank than others get zeros: older versions of diffusers take one alpha for all. The config of peft has only what
+    a LoRA needs: diffusers passes all of it on, and an older peft refuses a field that it does not know.
 
     Args:
         layers: by the model's names.
         prefix: of the names in the file: `PIPELINE_PREFIX`, `PEFT_PREFIX` or nothing.
         header: further entries of its header.
-        config: peft's; its rank and alpha are replaced.
+        targets: the layers, as peft's `target_modules` has them.
     """
     rank = max(layer.rank for layer in layers.values())
     padded = {f"{prefix}{name}": layer.folded().padded(rank) for name, layer in layers.items()}
-    config = folded_config(config, rank)
+    targets = targets if isinstance(targets, str) else sorted(targets)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     packed = {f"{prefix}{name}": value for name, value in config.items()} if prefix == PIPELINE_PREFIX else config
     write_named(file, padded, {**header, HEADER_CONFIG: json.dumps(packed, sort_keys=True)}, dtype)
     if prefix == PEFT_PREFIX:
@@ -439,10 +441,3 @@ def read_own(file: Path) -> tuple[LoraFile, str]:
     check_weights(values, str(file))
     prefix = next((one for one in (PEFT_PREFIX, PIPELINE_PREFIX) if next(iter(found.layers)).startswith(one)), "")
     return replace(found, layers={name.removeprefix(prefix): layer for name, layer in found.layers.items()}), prefix
-
-
-def folded_config(config: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Peft's config of a written file: one rank, and alpha equal to it."""
-    plain = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-    changed = {"r": rank, "lora_alpha": rank, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
-    return {**plain, **changed}

@@ -12,8 +12,9 @@ from torch import Tensor
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import with_images
+from flow_grpo.policy.families import denoisers
 from flow_grpo.policy.hub import resolve_lora
-from flow_grpo.policy.lora import TRAINED, Lora
+from flow_grpo.policy.lora import REPLACED, TRAINED, Lora
 from flow_grpo.policy.memory import compile_blocks, repeated_blocks
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.step_meter import StepMeter
@@ -47,8 +48,7 @@ class Policy(FlowPipeline):
         # On Hopper, cuDNN's attention returns NaN or wrong gradients for some lengths (pytorch/pytorch#196678, NVIDIA/cudnn-frontend#160;
         # tests/test_cuda.py), and torch would choose it. DIFFUSERS_ATTN_BACKEND=_native_cudnn still sets it.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        experts = [name for name in self.family.experts if getattr(self.pipe, name, None) is not None]
-        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, experts)
+        self.lora = Lora(self.pipe, self.dtype, self.family.lora_targets, experts=denoisers(self.pipe)[1:])
         if self.lora.adapters:
             raise FlowGRPOError(
                 f"the pipeline has a LoRA, {', '.join(self.lora.adapters)}: load it anew, or merge the LoRA by pipe.fuse_lora() and "
@@ -143,10 +143,12 @@ class Policy(FlowPipeline):
             path: a folder, a .safetensors file, a hub id, or the folder of a finished run.
 
         Raises:
-            FlowGRPOError: it cannot be loaded, is of another model, or holds values that are not finite.
+            FlowGRPOError: it cannot be loaded, is of another model, holds values that are not finite, or is not the first to be loaded.
         """
         source, file = resolve_lora(path)
         is_full = FullWeights.is_saved_in(Path(source))
+        if self.is_full_finetuning or (is_full and TRAINED in self.lora.adapters):
+            raise FlowGRPOError(REPLACED)
         with _explain_loading(path, source, file):
             if is_full:
                 full = FullWeights(self.pipe.transformer)

@@ -1,10 +1,17 @@
 """Prompts are encoded once, with the encoders where the settings have them."""
 
+import os
+import subprocess
+import sys
+
+import pytest
 import torch
 from support.embedded import PROMPTS, tiny_policy
+from support.hub_server import local_hub, settings
 
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import encoding
+from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.interception import PROBE_PROMPTS
 from flow_grpo.policy.loading import load_policy
 
@@ -58,3 +65,21 @@ def test_encoders_that_are_offloaded_are_not_moved_to_the_device(monkeypatch):
         there = {name for name, where in moved if where == (torch.device("cpu"),)}
         assert {"SD3Transformer2DModel", "AutoencoderKL"} <= there
         assert ("T5EncoderModel" in there) != offload
+
+
+@pytest.mark.slow
+def test_the_run_after_the_one_that_downloads_a_model_finds_its_prompts_encoded(tmp_path):
+    code = """
+import sys
+from flow_grpo.config.sections import MemoryConfig
+from flow_grpo.policy.loading import load_policy
+memory = MemoryConfig(embedding_cache_dir=sys.argv[1])
+policy = load_policy("me/tiny", "cpu", "fp32", memory=memory, prompts=["a"], height=32, width=80, max_sequence_length=14)
+policy.encode(["a"])
+print(policy.pipe.text_encoder is not None)
+"""
+    with local_hub(BUNDLED_MODELS["tiny"]) as server:
+        environment = {**os.environ, **settings(server), "HF_HOME": str(tmp_path / "hub")}
+        command = [sys.executable, "-c", code, str(tmp_path / "embeddings")]
+        runs = [subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2)]
+    assert [run.stdout.strip() for run in runs] == ["True", "False"], runs[-1].stderr

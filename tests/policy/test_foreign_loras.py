@@ -128,7 +128,7 @@ def test_a_lora_of_version_0_4_keeps_the_alpha_of_its_header(policy, difference,
     save_file(tensors(difference, prefix="transformer."), tmp_path / WEIGHTS, header)
     assert_adds(policy, tmp_path, difference, 2)
     found, prefix = lora_file.read_own(tmp_path / WEIGHTS)
-    lora_file.write(tmp_path / "again.safetensors", found.layers, prefix, {"modelspec.title": "signs"}, found.config)
+    lora_file.write(tmp_path / "again.safetensors", found.layers, prefix, {"modelspec.title": "signs"}, found.layers)
     assert_adds(policy, tmp_path / "again.safetensors", difference, 2)
     assert all(torch.equal(b, 2 * difference[name][1]) for name, b in ups(tmp_path / "again.safetensors").items())
 

@@ -179,13 +179,26 @@ def test_the_copies_go_with_a_lora_and_a_new_one_may_have_another_rank(policy):
 
 def test_a_second_lora_is_refused_with_what_to_do(policy, tmp_path):
     policy.save(tmp_path)
-    again = "the policy has a LoRA already: remove it by policy.reset_to_base()"
+    again = "the policy has trained weights already: remove them by policy.reset_to_base()"
     with pytest.raises(FlowGRPOError, match=re.escape(again)):
         policy.load_lora(tmp_path)
     with pytest.raises(FlowGRPOError, match=re.escape(again)):
         policy.add_lora(4, 8, ["to_q"], seed=0)
     policy.reset_to_base()
     policy.load_lora(tmp_path)
+
+
+def test_a_transformer_is_loaded_and_trained_where_a_lora_was(policy, tmp_path):
+    """Such as by `eval` of a run with a LoRA and one of all weights: the base layers have the model's own names again."""
+    names = list(tiny_policy().pipe.transformer.state_dict())
+    whole = tiny_policy()
+    whole.enable_full_finetuning()
+    whole.save(tmp_path / "whole")
+    policy.reset_to_base()
+    assert list(policy.pipe.transformer.state_dict()) == names
+    policy.load_lora(tmp_path / "whole")
+    with pytest.raises(FlowGRPOError, match="the policy has trained weights already"):
+        policy.load_lora(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("dtype", "cast"), [("fp32", True), ("bf16", False)])

@@ -102,9 +102,9 @@ def test_peft_applies_a_lora_in_its_own_format(tmp_path):
     lora = with_lora(pipe)
     lora.save(tmp_path)
     layers = {lora_file.strip_prefixes(name): one for name, one in lora_file.read(tmp_path / WEIGHTS).layers.items()}
-    config = pipe.transformer.peft_config[TRAINED].to_dict()
+    targets = pipe.transformer.peft_config[TRAINED].target_modules
     (tmp_path / "peft").mkdir()
-    lora_file.write(tmp_path / "peft" / PEFT_WEIGHTS, layers, PEFT_PREFIX, {}, config)
+    lora_file.write(tmp_path / "peft" / PEFT_WEIGHTS, layers, PEFT_PREFIX, {}, targets)
     assert json.loads((tmp_path / "peft" / ADAPTER_CONFIG).read_text())["lora_alpha"] == 4
     assert_ratio_is_1(by_peft(bare, tmp_path / "peft"), trained(pipe.transformer))
 
@@ -116,4 +116,7 @@ def test_the_header_tells_other_programs_what_the_file_is(tmp_path):
     assert (header["ss_network_dim"], header["ss_network_alpha"]) == ("4", "4")
     assert header["modelspec.architecture"] == "stable-diffusion-3/lora"
     assert header["ss_base_model_version"] == "sd3"
-    assert json.loads(header["lora_adapter_metadata"])[f"{PIPELINE_PREFIX}lora_alpha"] == 4
+    config = json.loads(header["lora_adapter_metadata"])
+    assert config[f"{PIPELINE_PREFIX}lora_alpha"] == 4
+    fields = {"peft_type", "r", "lora_alpha", "target_modules"}
+    assert config.keys() == {f"{PIPELINE_PREFIX}{name}" for name in fields}, "a newer field is an error in an older peft"
