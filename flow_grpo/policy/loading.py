@@ -95,10 +95,9 @@ def _load_base(
     path_or_name = str(model)
     source = hub.resolve_model(path_or_name)
     if not Path(source).is_dir():
+        # with it come the commit and the pipeline's class, which are read before the weights
         with load_errors(path_or_name):
-            hub_file(
-                source, hub.INDEX
-            )  # with it come the commit and the pipeline's class, which are read before the weights
+            hub_file(source, hub.INDEX)
     weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
     key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
     embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
