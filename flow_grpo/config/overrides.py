@@ -83,9 +83,8 @@ def check_form(pairs: list[str]) -> None:
             is_split = key and following and not _split(following)[1]  # steps 3
             example = f"write {pair}={following}" if is_split else "write it so, for example optimizer.lr=1e-4"
             raise FlowGRPOError(f"{pair!r} is not of the form key.sub=value: {example}.")
-        if (
-            not text.strip()
-        ):  # as of a shell's variable that is not set; it would be null, with which lora= trains all weights
+        # of a shell's variable that is not set; it would be null, and lora=null trains all weights
+        if not text.strip():
             raise FlowGRPOError(f"{pair!r} has no value: write {key}=null for none, or {key}='\"\"' for an empty text.")
 
 
