@@ -18,7 +18,7 @@ from flow_grpo import objectives
 from flow_grpo.advantages import ADVANTAGES
 from flow_grpo.config.sections import ConfigSection, PathText, PositiveFloat, PositiveInt, Share
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.sde import TRANSITIONS
+from flow_grpo.sde import TRANSITIONS, Transition
 from flow_grpo.text import suggest
 from flow_grpo.types import GradientState, Loss, NoisedImage, TrainedStep
 
@@ -388,8 +388,13 @@ class OldPolicy(Objective):
 # -- objectives on the log-probabilities of sampling steps ------------------------------------------------------------
 
 
-# the transitions that add noise
-STOCHASTIC = {name: row for name, row in TRANSITIONS.items() if row.stochastic}
+def stochastic_transitions() -> dict[str, Transition]:
+    """The rows of `sde.TRANSITIONS` that add noise, with those that a user has added."""
+    return {name: row for name, row in TRANSITIONS.items() if row.stochastic}
+
+
+def _with_names(schema: dict[str, Any]) -> None:
+    schema["enum"] = list(stochastic_transitions())
 
 
 class WindowConfig(ConfigSection):
@@ -413,7 +418,7 @@ class Stepwise(Objective):
 
     stepwise: ClassVar[bool] = True
 
-    transition: Annotated[str, Field(json_schema_extra={"enum": list(STOCHASTIC)})] = "flow_sde"
+    transition: Annotated[str, Field(json_schema_extra=_with_names)] = "flow_sde"
     """The transition of the trained steps: how they add noise."""
     noise_level: PositiveFloat = 0.7
     """How much noise a trained step adds."""
@@ -439,7 +444,7 @@ class Stepwise(Objective):
 
     def check_steps(self, sampling_steps: int) -> None:
         window, last = self.window, self.window.last_of(sampling_steps)
-        latest = sampling_steps - 1 if STOCHASTIC[self.transition].noise_at_end else sampling_steps - 2
+        latest = sampling_steps - 1 if stochastic_transitions()[self.transition].noise_at_end else sampling_steps - 2
         if not window.first_step <= last <= latest:
             raise FlowGRPOError(
                 f"objective.window trains steps {window.first_step} to {last}, but with {sampling_steps} sampling steps of "
@@ -453,22 +458,22 @@ class Stepwise(Objective):
     @field_validator("transition")
     @classmethod
     def _transition_is_known(cls, name: str) -> str:
-        if name not in STOCHASTIC:
-            close = suggest(name, list(STOCHASTIC))
+        if name not in (known := stochastic_transitions()):
+            close = suggest(name, list(known))
             raise FlowGRPOError(
-                f"objective.transition={name} is no transition that adds noise.{close} Choose one of {', '.join(STOCHASTIC)}."
+                f"objective.transition={name} is no transition that adds noise.{close} Choose one of {', '.join(known)}."
             )
         return name
 
     @model_validator(mode="after")
     def _noise_fits(self) -> "Stepwise":
-        row = STOCHASTIC[self.transition]
+        row = stochastic_transitions()[self.transition]
         if self.noise_level > row.max_noise_level:
             raise FlowGRPOError(
                 f"objective.noise_level={self.noise_level}, but for {self.transition} it is at most {row.max_noise_level:g}."
             )
         if self.kl == "flow_grpo" and not row.has_g:
-            with_g = " or ".join(name for name, one in STOCHASTIC.items() if one.has_g)
+            with_g = " or ".join(name for name, one in stochastic_transitions().items() if one.has_g)
             raise FlowGRPOError(f"objective.kl=flow_grpo divides by the g of {with_g}; {self.transition} has none.")
         return self
 

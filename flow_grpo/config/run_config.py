@@ -235,6 +235,13 @@ UNION_MEMBERS = ("str", "int", "float", "bool", "dict", "list")  # pydantic adds
 
 def error_sentence(error: ValidationError, config: type[ConfigSection]) -> str:
     """The first error in a config of this type, and for an unknown setting the one that was probably meant."""
+    location = error.errors()[0]["loc"]
+    number = next((part for part in location if isinstance(part, int)), None)
+    of_set = f"prompt set {number + 1}: " if number is not None and "prompts" in location else ""
+    return of_set + _sentence(error, config)
+
+
+def _sentence(error: ValidationError, config: type[ConfigSection]) -> str:
     first = error.errors()[0]
     parts = [str(part) for part in first["loc"]]
     setting = _setting(first)

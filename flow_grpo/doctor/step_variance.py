@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import STOCHASTIC, Stepwise
+from flow_grpo.config.objective import Stepwise, stochastic_transitions
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
@@ -85,8 +85,9 @@ def check_step_variance(
     Raises:
         FlowGRPOError: a transition is not stochastic, or the objective samples the ODE.
     """
-    if refused := [name for name in transitions if name not in STOCHASTIC]:
-        raise FlowGRPOError(f"{refused[0]} is not a stochastic transition; choose from {', '.join(STOCHASTIC)}.")
+    known = stochastic_transitions()
+    if refused := [name for name in transitions if name not in known]:
+        raise FlowGRPOError(f"{refused[0]} is not a stochastic transition; choose from {', '.join(known)}.")
     trainer = FlowGRPOTrainer(args=args)
     stage = trainer.stage.args
     if not stage.objective.stepwise:

@@ -22,6 +22,7 @@ def equal_runs(folder, names):
 
 @pytest.mark.parametrize(("amount", "evaluations"), [("5 s", 3), (None, 3), (5, 0)])
 def test_a_damaged_budget_is_one_sentence(tmp_path, amount, evaluations):
+    equal_runs(tmp_path, ["tiny_ocr"])
     (tmp_path / BUDGET).write_text(json.dumps({"amount": amount, "unit": "seconds", "evaluations": evaluations}))
     with pytest.raises(FlowGRPOError, match=r"budget\.json is damaged: give another folder by --out"):
         compare(["tiny_ocr"], 1, parse_budget("5s", 3), tmp_path, overrides=[], metric="ocr", target=None)

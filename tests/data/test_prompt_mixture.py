@@ -137,11 +137,14 @@ def test_a_set_that_may_run_out_within_a_step_is_refused():
     [
         ({"prompts": []}, "prompts is an empty list: give a file, or a list of sets"),
         ({"prompts": [{"file": "a.txt"}, {"file": "b/a.txt"}]}, "two sets of prompts are called a: give each a name"),
-        ({"prompts": [{"file": "a.txt", "weight": 0}]}, "prompt set 1: weight: it should be greater than 0"),
-        ({"prompts": ["a.txt", {"weight": 1}]}, "prompt set 2: file: Field required"),
+        (
+            {"prompts": [{"file": "a.txt", "weight": 0}]},
+            "prompt set 1: prompts.weight is 0, but it should be greater than 0",
+        ),
+        ({"prompts": ["a.txt", {"weight": 1}]}, "^prompt set 2: prompts.file is missing"),
         (
             {"evaluation": {"prompts": [None]}},
-            r"^evaluation.prompts is \[None\], but prompt set 1: it should be a file or \{file: ",
+            r"^prompt set 1: evaluation.prompts is None, but it should be a file or \{file: ",
         ),
         ({"evaluation": {"prompts": [{"file": "a.txt", "weight": 2}]}}, "measures all prompts of a: leave its weight out"),
     ],

@@ -262,7 +262,7 @@ def test_the_transformers_of_a_policy_are_frozen_and_in_evaluation_mode_and_noth
 
 def test_a_lora_of_the_hub_that_can_not_be_reached_is_named(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FlowGRPOError, match=r"^nobody/nothing: not in the cache, and the hub"):
+    with pytest.raises(FlowGRPOError, match=r"^nobody/nothing: not in the cache, and HF_HUB_OFFLINE is set"):
         tiny_policy().load_lora("nobody/nothing")
 
 
