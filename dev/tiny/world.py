@@ -16,17 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.figures import import_matplotlib
+from flow_grpo.rewards.pixels import PALETTE as COLORS
 
-COLORS = {
-    "red": (214, 40, 40),
-    "green": (30, 142, 62),
-    "blue": (29, 78, 216),
-    "yellow": (250, 204, 21),
-    "white": (255, 255, 255),
-    "black": (17, 17, 17),
-    "orange": (249, 115, 22),
-    "purple": (126, 34, 206),
-}
 HEIGHT, WIDTH = 32, 80
 CELL = 16  # pixels: a letter has a cell of its own, two of the transformer's tokens wide
 LETTERS = string.ascii_uppercase
