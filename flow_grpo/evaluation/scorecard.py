@@ -173,10 +173,8 @@ def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | No
     both = [key for key in rows_by_key if key in other_rows_by_key and key[1] is not None]
     if both:
         rows = [rows_by_key[key] for key in both], [other_rows_by_key[key] for key in both]
-        prompts = len({prompt for prompt, _ in both})
-        return PairedRows(
-            rows[0], rows[1], True
-        ), f"{counted(prompts, 'prompt')}, {counted(len(both), 'pair')} of one prompt and seed"
+        prompts = counted(len({prompt for prompt, _ in both}), "prompt")
+        return PairedRows(rows[0], rows[1], True), f"{prompts}, {counted(len(both), 'pair')} of one prompt and seed"
     shared = set(target.rows.prompts) & set(other.rows.prompts)
     if not shared:
         return None, "unpaired: no prompt is in both"

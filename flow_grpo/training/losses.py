@@ -74,8 +74,10 @@ def check_custom_functions(objective: Objective) -> None:
     options = objective.options if isinstance(objective, OwnFunction) else {}
     for kind, name, own in (("objective", objective.name, options), ("advantage", objective.advantage, {})):
         function = load_custom_function(kind, name)
+        if function is None:
+            continue
         try:
-            signature = inspect.signature(function or (lambda inputs, advantage: None))
+            signature = inspect.signature(function)
         except (TypeError, ValueError):  # of some functions that are written in C
             continue
         try:
