@@ -828,9 +828,9 @@ BUGS = [
     (
         "one Ctrl-C that is heard twice kills",
         "flow_grpo/training/interrupt.py",
-        "elif number == signal.SIGINT and now - self._first_interrupt > DEBOUNCE:",
-        "elif number == signal.SIGINT and self._first_interrupt < math.inf:",
-        "tests/training/test_interrupt.py -k guard",
+        "elif time.monotonic() - began > DEBOUNCE:",
+        "else:",
+        "tests/training/test_interrupt.py -k heard_twice",
     ),
     (
         "a reward's process that died is said to serve no more, and not why",

@@ -122,7 +122,6 @@ def run() -> None:
     before_imports()
     prepare_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        interrupt.start()
         interrupt.exit_on_second_interrupt(_interrupted)
     words = [word for word in sys.argv[1:] if word != "--traceback"]
     if len(words) < len(sys.argv[1:]):

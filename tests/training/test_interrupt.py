@@ -1,6 +1,5 @@
 """Whatever hangs, a run can be stopped: it is saved, nothing is lost, and no process stays behind."""
 
-import concurrent.futures
 import os
 import signal
 import subprocess
@@ -136,18 +135,6 @@ def test_a_run_whose_reward_hangs_is_stopped_and_resumed_to_the_same_numbers(tmp
     assert all(torch.equal(one[key], other[key]) for key in other)
 
 
-def test_the_second_ctrl_c_ends_a_run_whose_reward_never_gives_python_back(tmp_path):
-    write(tmp_path, "2 for_years")
-    command = start(tmp_path)
-    in_it(command, tmp_path)
-    for _ in range(2):
-        os.kill(command.process.pid, signal.SIGINT)
-        time.sleep(2 * interrupt.DEBOUNCE)
-    command.process.join(60)
-    assert command.process.exitcode == -signal.SIGKILL
-    assert (tmp_path / "run" / "checkpoints" / "step_000000").exists()
-
-
 def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path):
     name = write(tmp_path, "1 deaf")
     save_grid(tmp_path / "grid.png", torch.rand(1, 3, 32, 80), [ImageInfo("a", 0, "m")], columns=1)
@@ -155,7 +142,7 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
     in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGINT)
     command.wait_for((tmp_path / "heard").exists)
-    time.sleep(1.2 * interrupt.DEBOUNCE)  # less than the second after which a process that does not answer is killed
+    time.sleep(1.2 * interrupt.DEBOUNCE)
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
 
@@ -279,30 +266,19 @@ def test_an_error_waits_for_the_call_that_is_under_way():
     assert over == [1]
 
 
-INT, TERM, ANSWER = bytes([signal.SIGINT]), bytes([signal.SIGTERM]), interrupt.ANSWER
+TWICE = """
+import signal, time
+from flow_grpo.training import interrupt
+interrupt.exit_on_second_interrupt(lambda: print("asked", flush=True))
+signal.raise_signal(signal.SIGINT)
+signal.raise_signal(signal.SIGINT)
+print("goes on", flush=True)
+time.sleep(1.1 * interrupt.DEBOUNCE)
+signal.raise_signal(signal.SIGINT)
+print("never", flush=True)
+"""
 
 
-@pytest.mark.parametrize(
-    ("signals", "killed"),
-    [
-        ((INT,), False),
-        ((INT + INT,), False),  # one key, heard twice
-        ((INT, INT), True),
-        ((TERM,), False),  # a launcher's business
-        ((ANSWER, TERM), True),
-        ((ANSWER, TERM + ANSWER), False),
-        ((ANSWER, INT, TERM + ANSWER), False),
-        ((bytes([signal.SIGCHLD]),), False),
-    ],
-)
-def test_the_guard_kills_after_two_ctrl_c_or_a_sigterm_without_an_answer(monkeypatch, signals, killed):
-    monkeypatch.setattr(interrupt, "DEBOUNCE", 0.05)
-    reading, writing = os.pipe()
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        guard = pool.submit(interrupt._unanswered, reading, {signal.SIGINT: 0.1, signal.SIGTERM: 0.1})
-        for number in signals:
-            os.write(writing, number)
-            time.sleep(0.2)
-        if not killed:
-            os.close(writing)
-        assert guard.result(60) == killed
+def test_one_key_that_is_heard_twice_does_not_end_the_process():
+    ended = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (130, "asked\ngoes on\n")
