@@ -1118,6 +1118,24 @@ def test_what_fails_is_saved_before_its_step_but_never_half_of_one(tmp_path, hal
     assert saved(tmp_path / "run") == ([0] if half else [0, 1])
 
 
+def test_an_error_between_the_update_and_the_count_of_the_step_saves_no_weights_of_an_uncounted_step(tmp_path):
+    trainer = made(tmp_path / "run", steps=3)
+    speed = trainer.policy.meter.speed
+
+    def fails(*args, **kwargs):
+        if trainer.step == 1:
+            raise RuntimeError("the device is gone")
+        return speed(*args, **kwargs)
+
+    trainer.policy.meter.speed = fails
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        trainer.train()
+    resumed, same = made(tmp_path / "run", steps=3), made(tmp_path / "same", steps=3)
+    resumed.train(resume=True)
+    same.train()
+    assert torch.equal(weights(resumed.policy), weights(same.policy))
+
+
 @pytest.mark.parametrize("kind", ["stopped", "failed"])
 def test_where_weights_are_spread_only_what_stops_together_is_saved(tmp_path, kind):
     trainer = made(tmp_path / "run", steps=5)

@@ -53,7 +53,7 @@ from flow_grpo.types import (
 def load_custom_function(kind: str, name: str) -> Callable | None:
     """The user's function at an import path or in a file, which raises only FlowGRPOError and gets copies; None for a built-in name.
 
-    A run keeps the function that it began with; the next one reads the file again.
+    A function is kept until another run is built in this process, which reads the file again.
     """
     if not is_custom(name):
         return None
@@ -101,6 +101,11 @@ def custom_loss(objective: OwnFunction, inputs: TrainedStep | NoisedImage, advan
             "Loss of them."
         )
     metrics = dict(result.metrics) if isinstance(result, Loss) else {}
+    for metric, numbers in metrics.items():
+        if not isinstance(numbers, Tensor) or numbers.shape != advantage.shape:
+            raise FlowGRPOError(
+                f"objective {objective.name}: its metric {metric} must be a tensor of {len(advantage)} values."
+            )
     if isinstance(inputs, TrainedStep):
         metrics[RATIO_DEVIATION] = (inputs.log_prob - inputs.old_log_prob).detach().exp().sub(1).abs()
     return Loss(value, metrics)

@@ -103,11 +103,16 @@ class Stage:
 
     def step_metrics(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
         """All metrics of the training step `step`, given those of its update: with those of its images, its time and its speed."""
+        self.update.mid_step = (
+            True  # the weights have changed, and the step is not counted yet: an error here must not save them
+        )
         self.has_advantage = experience.has_advantage or self.args.objective.needs.anchors
         metrics = {**experience.metrics, **metrics, "speed/tflop": self._total_flops() / 1e12}
         if step == self.start:
             self._warn_of_small_share(step, metrics)
-        return metrics | self._times(time.perf_counter() - self._started, metrics)
+        metrics |= self._times(time.perf_counter() - self._started, metrics)
+        self.update.mid_step = False
+        return metrics
 
     def _warn_of_small_share(self, step: int, metrics: dict[str, float]) -> None:
         """Add a warning if a trained reward has almost no effect. All processes have the same metrics, and the main one warns."""

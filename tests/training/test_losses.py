@@ -543,6 +543,17 @@ def test_a_loss_of_ones_own_keeps_its_metrics(tmp_path):
         torch.testing.assert_close(loss.metrics["ratio/max_deviation"].double(), deviation, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("metric", ["0.5", "advantage.mean()"])
+def test_a_metric_of_ones_own_that_is_no_number_of_each_row_is_a_clear_error(tmp_path, metric):
+    (tmp_path / "own.py").write_text(
+        "from flow_grpo.types import Loss\n\n\ndef mine(seen, advantage):\n"
+        f"    loss = Loss(seen.log_prob * advantage)\n    loss.metrics['moved'] = {metric}\n    return loss\n"
+    )
+    policy, args, experience = collected(objective={"name": f"{tmp_path / 'own.py'}:mine"})
+    with pytest.raises(ValueError, match=r"own\.py:mine: its metric moved must be a tensor of 6 values\."):
+        next(step_terms(policy, args, experience).losses(torch.arange(6), ALL))
+
+
 def test_means_are_over_the_rows_of_a_group_that_count():
     value, group = torch.tensor([1.0, 9.0, 3.0, 5.0, 7.0]), torch.tensor([4, 2, 4, 4, 8])
     counts = torch.tensor([True, True, True, False, False])
