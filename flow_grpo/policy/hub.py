@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeGuard
 
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
@@ -32,9 +32,8 @@ WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safet
 ADAPTER_CONFIG = "adapter_config.json"  # beside a LoRA in peft's format: its rank and alpha
 INDEX = "model_index.json"
 HUB_ID = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+", re.ASCII)
-MAX_ERROR_LENGTH = 250  # of another library's error, in characters
+MAX_ERROR_LENGTH = 400  # of another library's error, in characters
 SCALED = re.compile(r"(scale_weight|weight_scale|scaled_fp8|weight_scale_2)$")  # of tensors in fp8 files of other programs
-NETWORKS = ("transformer", "vae", "text_encoder")  # prefixes of the parts that are networks in every pipeline
 SHARD = r"(?:-\d+-of-\d+)?"
 WEIGHT_FILE = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
 # by safetensors' names
@@ -68,11 +67,6 @@ def resolve_model(name: str) -> str:
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = expanded(name)
-    if folder.suffix == ".gguf" and folder.is_file():
-        raise FlowGRPOError(
-            f"the model {name} is a GGUF file, which holds a quantised transformer alone: give the folder or hub id of the whole model, "
-            "with memory.quantize=nf4 where memory is short."
-        )
     if folder.is_file():
         if folder.suffix != ".safetensors" or not (folder.parent / INDEX).is_file():
             raise FlowGRPOError(
@@ -83,7 +77,12 @@ def resolve_model(name: str) -> str:
     if folder.is_dir():
         if not (folder / INDEX).exists():
             raise FlowGRPOError(f"the folder {name} has no {INDEX}, so it is not a diffusers pipeline.")
-        _check_no_code(folder)
+        # diffusers would run such a file of a part, whose index may name it
+        if code := next(folder.glob("*/*.py"), None):
+            raise FlowGRPOError(
+                f"the model {folder} contains Python code, {code}, which is not run: read it, load the pipeline in Python, and give "
+                "FlowGRPOTrainer a flow_grpo.Policy of it."
+            )
         return str(folder)
     if not looks_like_hub_id(name):
         raise FlowGRPOError(
@@ -110,22 +109,6 @@ def model_name(pipe: Any) -> str:
     return next((name for name, folder in BUNDLED_MODELS.items() if str(folder) == source), source)
 
 
-def _check_no_code(folder: Path) -> None:
-    """Raise FlowGRPOError if diffusers would run Python files of the folder, which may come from anybody."""
-    try:
-        index = dict(read_json(folder / INDEX))
-    except (ValueError, TypeError):  # loading it raises a better error
-        return
-    entries = {name: entry for name, entry in index.items() if isinstance(entry, list) and entry}
-    files = [folder / ("" if name == "_class_name" else name) / f"{entry[0]}.py" for name, entry in entries.items()]
-    code = next((file for file in files if file.is_file()), None)
-    if code is not None:
-        raise FlowGRPOError(
-            f"the model {folder} contains Python code, {code}, which is not run: read it, load the pipeline in Python, and give "
-            "FlowGRPOTrainer a flow_grpo.Policy of it."
-        )
-
-
 def fingerprint(source: str) -> list:
     """Identify a model and its version: by the hub's commit, or the sizes and times of a folder's files."""
     folder = Path(source)
@@ -139,12 +122,9 @@ def fingerprint(source: str) -> list:
     return [source, Path(cached).parent.name if isinstance(cached, str) else None]
 
 
-def component_names(source: str, prefixes: tuple[str, ...]) -> list[str]:
-    """Names of a pipeline's components that begin with one of the prefixes, from its model_index.json."""
-    file = Path(source) / INDEX
-    if not file.exists():
-        file = Path(hub_file(source, INDEX))
-    return [name for name in read_json(file) if name.startswith(prefixes)]
+def component_names(name: str, prefixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Names of a pipeline's components that begin with one of the prefixes, from local files."""
+    return [part for part in _local_index(name) if part.startswith(prefixes)]
 
 
 def pipeline_class(name: str) -> str:
@@ -155,7 +135,7 @@ def pipeline_class(name: str) -> str:
 def component_class(name: str, component: str) -> str | None:
     """The class of a part of a model's pipeline, from local files; None without them."""
     entry = _local_index(name).get(component)
-    return entry[1] if isinstance(entry, list) and _names_class(entry) else None
+    return entry[1] if _is_part(entry) else None
 
 
 def _local_index(name: str) -> dict[str, Any]:
@@ -181,11 +161,7 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
     if not folder.exists() and looks_like_hub_id(str(path)):
         return str(path), None
     if not folder.exists():
-        siblings = {
-            sibling.name: str(sibling)
-            for sibling in folder.parent.glob("*")
-            if sibling.is_dir() or sibling.suffix == ".safetensors"
-        }
+        siblings = {sibling.name: str(sibling) for sibling in folder.parent.glob("*")}
         raise FlowGRPOError(
             f"there is no LoRA at {path}.{suggest(folder.name, siblings)} Give a folder with {WEIGHTS}, or that file."
         )
@@ -222,41 +198,47 @@ class Index:
 
 
 def read_index(folder: str | Path) -> Index:
-    """Read the index of a folder. FlowGRPOError if a part is missing or has no readable config."""
+    """Read the index of a folder. FlowGRPOError if it is damaged, or a part that the pipeline needs is missing."""
     folder = Path(folder)
     with load_errors(folder):
-        content = _read_json_object(folder / INDEX)
+        content = dict(read_json(folder / INDEX))
         name = content.get("_class_name")
         pipeline_class = getattr(diffusers, name, None) if isinstance(name, str) else None
         if not isinstance(pipeline_class, type) or not issubclass(pipeline_class, DiffusionPipeline):
             raise FlowGRPOError(
                 f"{INDEX} has _class_name {name!r}, which is no pipeline of diffusers {diffusers.__version__}"
             )
-        arguments = {
-            name: p for name, p in signature(pipeline_class).parameters.items() if p.kind is not Parameter.VAR_KEYWORD
-        }
-        entries = {name: content[name] for name in arguments if name in content}
+        arguments = signature(pipeline_class).parameters
+        entries = {name: entry for name, entry in content.items() if name in arguments}
+        parts = {name: _class(name, entry) for name, entry in entries.items() if _is_part(entry)}
         optional = getattr(pipeline_class, "_optional_components", ())
-        settings = {name for name, argument in arguments.items() if argument.default is not Parameter.empty} - {*optional}
-        parts = {
-            name: _class(name, entry)
-            for name, entry in entries.items()
-            if isinstance(entry, list) and (name not in settings or _names_class(entry))
-        }
-        needed = (name for name in arguments if name not in settings and name not in optional)
-        if (absent := next((name for name in needed if parts.get(name) is None), None)) and absent in parts:
+        needed = [
+            name for name, argument in arguments.items() if argument.default is Parameter.empty and name not in optional
+        ]
+        if absent := next((name for name in needed if parts.get(name) is None), None):
             raise FlowGRPOError(
-                f"{INDEX} leaves out {absent} ([null, null]), and {pipeline_class.__name__} can't be loaded without it: copy its "
-                "folder from the published model, and its entry"
+                f"{INDEX} names no {absent} with its library and class, and {name} can't be loaded without it: copy its folder "
+                "from the published model, and its entry"
             )
-        if absent:
-            raise FlowGRPOError(
-                f"{INDEX} names no {absent} with its library and class, and {pipeline_class.__name__} needs one"
-            )
-        for name, part in parts.items():
-            if part is not None:
-                _check_configs(folder / name, part)
+        empty = (name for name, part in parts.items() if part and not any((folder / name).glob("*")))
+        if missing := next(empty, None):
+            raise FlowGRPOError(f"{INDEX} names {missing}, and its folder is missing or empty")
     return Index(pipeline_class, parts, {name: entry for name, entry in entries.items() if name not in parts})
+
+
+def _is_part(entry: Any) -> TypeGuard[list[str | None]]:
+    return isinstance(entry, list) and len(entry) == 2 and all(isinstance(word, str | None) for word in entry)
+
+
+def _class(name: str, entry: list[str | None]) -> type | None:
+    library, class_name = entry
+    if library is None or class_name is None:  # left out
+        return None
+    module = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
+    part_class = getattr(module, class_name, None)
+    if not isinstance(part_class, type):
+        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and there is no such class")
+    return part_class
 
 
 def check_weight_files(folder: str | Path, left_out: Collection[str] = (), file: Path | None = None) -> None:
@@ -274,29 +256,34 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = (), file:
     if file is not None:
         left_out = [*left_out, "transformer"]
         _check_single_file(file)
-    for name, part in networks(read_index(folder)).items():
-        quantised = "quantization_config" in _read_json_object(folder / name / "config.json")
-        if name in left_out or quantised:  # the library that quantised it may need a GPU
-            continue
-        with load_errors(folder):
-            _check_files(folder / name)
-        with load_errors(folder, name):
-            own = {"variant": variant} if variant and variant == _weight_files(folder / name)[0] else {}
-            _, report = part.from_pretrained(folder / name, device_map="meta", output_loading_info=True, **own)
-            if missing := sorted(report["missing_keys"]):
-                more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-                raise FlowGRPOError(f"its weights lack {missing[0]}{more}; copy or download them again")
+    for name, part in read_index(folder).parts.items():
+        if name not in left_out and part and issubclass(part, torch.nn.Module):
+            with load_errors(folder, name):
+                _check_network(folder / name, part, variant)
+
+
+def _check_network(folder: Path, part: Any, variant: str | None) -> None:
+    if "quantization_config" in dict(read_json(folder / "config.json")):  # the library that quantised it may need a GPU
+        return
+    own_variant, files = _weight_files(folder)
+    for file in files:
+        check_safetensors(file)
+    options = {"variant": variant} if variant and variant == own_variant else {}
+    _, report = part.from_pretrained(folder, device_map="meta", output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise FlowGRPOError(f"its weights lack {missing[0]}{more}; copy or download them again")
 
 
 def _check_single_file(file: Path) -> None:
-    _check_readable(file)
-    check_safetensors(file)
-    with safe_open(file, "pt") as tensors:
-        scaled = next((name for name in tensors.keys() if SCALED.search(name)), None)  # noqa: SIM118
-    if scaled is not None:
-        raise FlowGRPOError(
-            f"the weights in {file} are scaled ({scaled}), and diffusers would read them without their scales: give a file in bf16 or fp16."
-        )
+    with load_errors(file):
+        check_safetensors(file)
+        with safe_open(file, "pt") as tensors:
+            scaled = next((name for name in tensors.keys() if SCALED.search(name)), None)  # noqa: SIM118
+        if scaled is not None:
+            raise FlowGRPOError(
+                f"its weights are scaled ({scaled}), and diffusers would read them without their scales: give a file in bf16 or fp16"
+            )
 
 
 def weights_variant(folder: str | Path) -> str | None:
@@ -315,18 +302,12 @@ def _weight_files(part: Path) -> tuple[str | None, list[Path]]:
     return variant or None, by_variant.get(variant, [])
 
 
-def networks(index: Index) -> dict[str, Any]:
-    """The classes of the parts that have weights."""
-    return {name: part for name, part in index.parts.items() if part and issubclass(part, torch.nn.Module)}
-
-
 def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
     sizes = []
     for file in _weight_files(folder)[1]:
         converted, unchanged = 0, 0
-        _check_readable(file)
-        with safe_open(file, "pt") as tensors:
+        with load_errors(folder), safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 tensor = tensors.get_slice(name)
                 tensor_dtype = STORED_DTYPES.get(tensor.get_dtype())
@@ -349,70 +330,3 @@ def load_errors(folder: str | Path, part: str = "") -> Iterator[None]:
         prefix = "" if isinstance(error, ValueError | OSError | ImportError) else f"{type(error).__name__}: "
         reason = shorten(f"{prefix}{error}", MAX_ERROR_LENGTH).rstrip(".")
         raise FlowGRPOError(f"the model {folder} could not be loaded: {part and f'{part}: '}{reason}.") from error
-
-
-def _read_json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file)
-    except FlowGRPOError as error:  # also of 100,000 brackets
-        raise FlowGRPOError(f"{_short_path(file)} is not valid JSON") from error
-    if not isinstance(content, dict):
-        raise FlowGRPOError(f"{_short_path(file)} holds no JSON object")
-    return content
-
-
-def _names_class(entry: list[Any]) -> bool:
-    return len(entry) == 2 and all(isinstance(word, str) for word in entry)
-
-
-def _class(name: str, entry: list[Any]) -> Any:
-    if entry == [None, None]:
-        return None
-    if not _names_class(entry):
-        raise FlowGRPOError(f"{INDEX} names {entry} as {name}, which should be a library and a class")
-    library, class_name = entry
-    module = getattr(diffusers.pipelines, library, sys.modules.get(library))  # as diffusers looks for it
-    part_class = getattr(module, class_name, None)
-    if not isinstance(part_class, type):
-        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and there is no such class")
-    if name.startswith(NETWORKS) and not issubclass(part_class, torch.nn.Module):
-        raise FlowGRPOError(f"{INDEX} names {library}.{class_name} as {name}, and that is no network")
-    return part_class
-
-
-def _check_configs(folder: Path, part: Any) -> None:
-    if not folder.is_dir() or not any(folder.iterdir()):
-        raise FlowGRPOError(f"{INDEX} names {folder.name}, and its folder is missing or empty")
-    if issubclass(part, torch.nn.Module) and not (folder / "config.json").is_file():
-        raise FlowGRPOError(f"there is no {folder.name}/config.json")
-    for file in folder.glob("*config.json"):
-        _read_json_object(file)
-
-
-def _check_files(folder: Path) -> None:
-    """Raise FlowGRPOError if a network's weights are missing or cut off, or some of their shards are missing."""
-    for index in folder.glob("*.index.json"):
-        shards = _read_json_object(index).get("weight_map")
-        if not isinstance(shards, dict):
-            raise FlowGRPOError(f"{_short_path(index)} has no weight_map")
-        if missing := next((shard for shard in shards.values() if not (folder / str(shard)).is_file()), None):
-            raise FlowGRPOError(f"there is no {folder.name}/{missing}, which {index.name} names; copy or download it again")
-    files = [file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin")]
-    if not files:
-        raise FlowGRPOError(f"there are no weights in the folder {folder.name}; copy or download them again")
-    for file in files:
-        if file.suffix == ".safetensors":
-            _check_readable(file)
-            check_safetensors(file)
-
-
-def _check_readable(file: Path) -> None:
-    try:
-        with safe_open(file, "pt"):
-            pass
-    except SafetensorError as error:
-        raise FlowGRPOError(f"{_short_path(file)} is damaged ({error}); copy or download it again") from error
-
-
-def _short_path(file: Path) -> str:
-    return file.name if file.name == INDEX else f"{file.parent.name}/{file.name}"

@@ -61,52 +61,72 @@ def load_policy(
     Raises:
         FlowGRPOError: there is no such model, or it is not a flow.
     """
-    with LOADING, quietly():
-        policy = _load_base(
-            model, device, dtype, guidance=guidance, memory=memory or MemoryConfig(), prompts=prompts, call=call
-        )
-    if lora is not None:
-        policy.load_lora(lora)
-    return policy
-
-
-def _load_base(
-    model: str | Path | DiffusionPipeline,
-    device: str | None,
-    dtype: str,
-    *,
-    guidance: float,
-    memory: MemoryConfig,
-    prompts: list[str] | None,
-    call: dict[str, Any],
-) -> Policy:
     if dtype not in ("auto", *DTYPES):
         raise FlowGRPOError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
     if not math.isfinite(guidance):
         raise FlowGRPOError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
     device = usable_device(device)
-    if isinstance(model, DiffusionPipeline):
-        _check_loaded(memory)
-        pipe, embeddings = model, EmbeddingCache()
-        weights_dtype = pipe.transformer.dtype if dtype == "auto" else DTYPES[dtype]
-        if weights_dtype != pipe.transformer.dtype:
-            pipe.to(weights_dtype)
-        return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, call=call)
-    path_or_name = str(model)
-    source = hub.resolve_model(path_or_name)
+    memory = memory or MemoryConfig()
+    embeddings = EmbeddingCache()
+    with LOADING, quietly():
+        if isinstance(model, DiffusionPipeline):
+            pipe = _in_dtype(model, dtype, memory)
+            weights_dtype = pipe.transformer.dtype
+        else:
+            source = _source(str(model))
+            weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
+            key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
+            embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
+            probe = probe_prompts(hub.pipeline_class(source), call)[0]
+            without_encoders = prompts is not None and embeddings.complete([probe, *prompts])
+            pipe = _load_pipeline(str(model), source, weights_dtype, memory, without_encoders)
+        apply_memory_settings(pipe, memory)  # before the move, so that a GPU never holds weights that are stored smaller
+        move_to_device(pipe, torch.device(device), memory)
+        policy = Policy(pipe, weights_dtype, guidance, embeddings, memory.offload_text_encoders, **call)
+    if lora is not None:
+        policy.load_lora(lora)
+    return policy
+
+
+def _in_dtype(pipe: DiffusionPipeline, dtype: str, memory: MemoryConfig) -> DiffusionPipeline:
+    """A pipeline in memory, in that dtype. FlowGRPOError for settings that come too late for it."""
+    if memory.quantize == "nf4" or memory.embedding_cache_dir is not None:
+        raise FlowGRPOError(
+            "memory.quantize=nf4 and memory.embedding_cache_dir are for a model that is loaded by its folder or hub id, and a pipeline was "
+            "given: leave them out, or give that."
+        )
+    if dtype != "auto" and pipe.transformer.dtype != DTYPES[dtype]:
+        pipe.to(DTYPES[dtype])
+    return pipe
+
+
+def _source(model: str) -> str:
+    """The folder or hub id of a model. Of one on the hub the index is downloaded, with which come the commit and the pipeline's class."""
+    source = hub.resolve_model(model)
     if not Path(source).is_dir():
-        # with it come the commit and the pipeline's class, which are read before the weights
-        with load_errors(path_or_name):
+        with load_errors(model):
             hub_file(source, hub.INDEX)
-    weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
-    key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
-    embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
-    probe = probe_prompts(hub.pipeline_class(source), call)[0]
-    without_encoders = prompts is not None and embeddings.complete([probe, *prompts])
-    options = _loading_options(source, weights_dtype, memory, without_encoders, hub.single_file(path_or_name))
-    with phase(f"loading {path_or_name}"), load_errors(path_or_name), downloads(source):
-        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=weights_dtype, **options)
-    return _policy(pipe, weights_dtype, guidance, memory, device=device, embeddings=embeddings, call=call)
+    return source
+
+
+def _load_pipeline(
+    model: str, source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool
+) -> DiffusionPipeline:
+    """Check the files of a folder, and load its pipeline. FlowGRPOError for what can't be loaded."""
+    left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
+    options: dict[str, Any] = dict.fromkeys(left_out)
+    quantization_config = quantization(dtype, hub.pipeline_class(source)) if memory.quantize == "nf4" else None
+    file = hub.single_file(model)
+    if Path(source).is_dir():
+        check_weight_files(source, left_out, file)
+        options["variant"] = weights_variant(source)
+    if file is not None:
+        of_transformer = quantization_config.quant_mapping["transformer"] if quantization_config else None
+        options["transformer"] = _transformer_of(file, source, dtype, of_transformer)
+    with phase(f"loading {model}"), load_errors(model), downloads(source):
+        return DiffusionPipeline.from_pretrained(
+            source, torch_dtype=dtype, quantization_config=quantization_config, **options
+        )
 
 
 def pipeline_of(model: object) -> DiffusionPipeline | None:
@@ -120,49 +140,6 @@ def pipeline_of(model: object) -> DiffusionPipeline | None:
             "or a flow_grpo.Policy."
         )
     return pipe
-
-
-def _check_loaded(memory: MemoryConfig) -> None:
-    """Raise FlowGRPOError for settings that a pipeline in memory comes too late for."""
-    late = "quantize" if memory.quantize not in (None, "fp8_layerwise") else None
-    late = "embedding_cache_dir" if memory.embedding_cache_dir is not None else late
-    if late is not None:
-        raise FlowGRPOError(
-            f"memory.{late} is for a model that is loaded by its folder or hub id, and a pipeline was given: leave it out, or give that."
-        )
-
-
-def _policy(
-    pipe: DiffusionPipeline,
-    dtype: torch.dtype,
-    guidance: float,
-    memory: MemoryConfig,
-    *,
-    device: str,
-    embeddings: EmbeddingCache,
-    call: dict[str, Any],
-) -> Policy:
-    """The policy of a loaded pipeline, on its device and with the settings of `memory`."""
-    apply_memory_settings(pipe, memory)  # before the move, so that a GPU never holds weights that are stored smaller
-    move_to_device(pipe, torch.device(device), memory)
-    return Policy(pipe, dtype, guidance, embeddings, memory.offload_text_encoders, **call)
-
-
-def _loading_options(
-    source: str, dtype: torch.dtype, memory: MemoryConfig, without_encoders: bool, file: Path | None
-) -> dict[str, Any]:
-    """Further arguments of `from_pretrained`. Checks the files of a folder. FlowGRPOError for what could not be loaded."""
-    left_out = hub.component_names(source, ENCODER_PREFIXES) if without_encoders else []
-    options: dict[str, Any] = dict.fromkeys(left_out)
-    if memory.quantize not in (None, "fp8_layerwise"):
-        options["quantization_config"] = quantization(dtype, hub.pipeline_class(source))
-    if Path(source).is_dir():
-        check_weight_files(source, left_out, file)
-        options["variant"] = weights_variant(source)
-    if file is not None:
-        quantized = options.get("quantization_config")
-        options["transformer"] = _transformer_of(file, source, dtype, quantized and quantized.quant_mapping["transformer"])
-    return options
 
 
 def _transformer_of(file: Path, source: str, dtype: torch.dtype, quantized: Any) -> torch.nn.Module:
@@ -284,7 +261,7 @@ def save_merged(policy: Policy, folder: Path, base: str) -> None:
     with downloads(source):
         base_folder = Path(source if Path(source).is_dir() else DiffusionPipeline.download(source))
     shutil.copyfile(base_folder / hub.INDEX, folder / hub.INDEX)
-    for part in hub.component_names(str(base_folder), ("",)):
+    for part in hub.component_names(str(base_folder)):
         if part not in denoisers(policy.pipe) and (base_folder / part).is_dir():
             shutil.copytree(base_folder / part, folder / part, copy_function=shutil.copyfile)
 

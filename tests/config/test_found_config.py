@@ -219,14 +219,14 @@ def test_images_bring_prompts_and_no_rewards(run_with):
 
 
 @pytest.mark.parametrize(
-    ("words", "entry"),
+    ("words", "entry", "sentence"),
     [
-        (("doctor", "--model", "model"), ("scheduler", "evil")),
-        (("sample", CAT, "--model", "model"), ("scheduler", "diffusers")),
-        (("train", "model=model", "--dry-run"), ("_class_name", "evil")),
+        (("doctor", "--model", "model"), ("scheduler", "evil"), "the model model contains Python code"),
+        (("sample", CAT, "--model", "model"), ("scheduler", "diffusers"), "the model model contains Python code"),
+        (("train", "model=model", "--dry-run"), ("_class_name", "evil"), "which is no pipeline of diffusers"),
     ],
 )
-def test_the_code_of_a_model_folder_is_not_run(run_with, words, entry):
+def test_the_code_of_a_model_folder_is_not_run(run_with, words, entry, sentence):
     folder = run_with()
     shutil.copytree(hub.BUNDLED_MODELS["tiny"], folder / "model")
     component, library = entry
@@ -235,7 +235,7 @@ def test_the_code_of_a_model_folder_is_not_run(run_with, words, entry):
     (folder / "model" / hub.INDEX).write_text(json.dumps(index))
     place = folder / "model" / ("" if component == "_class_name" else component) / f"{library}.py"
     shutil.copy(folder / "evil.py", place)
-    assert "the model model contains Python code" in run(*words, cwd=folder, code=2)
+    assert sentence in run(*words, cwd=folder, code=2)
     assert not run_with.marker.exists()
 
 
