@@ -3,11 +3,11 @@
 import csv
 import io
 import json
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,10 @@ OTHER_COLUMNS = (  # names that it has in published sets, one of which is taken 
 )
 ID = "id"  # the column of the keys of a JSON object by id
 SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
-MAX_BYTES = 1 << 30  # of a file of text
-MAX_PARQUET_BYTES = 2 << 30  # of a file, and an eighth of what it may need in memory
-MAX_ROWS = 10_000_000
-WHOLE_NUMBER = re.compile(r"[+-]?\d{1,100}")  # also of 19 digits and more, as seeds and ids have
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-LEADING_ZERO = re.compile(r"[+-]?0\d.*")  # 007 is a text
-BOOLEANS = {"true": True, "false": False}
+MAX_BYTES = 1 << 30  # of a file
 IMAGE_COLUMN = "image"
 DERIVED = ("source", "sources")  # arguments of rewards that are made of the images
-MAX_IMAGES = 16  # of one prompt
+WHITESPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class Table:
         folder: to which paths of images are relative; None if there is none, as for a file at an address.
         stay_inside: whether paths of images must stay within that folder, since the table may be a stranger's.
         image_column: the column with the paths of images, where it has not its usual name.
-        notes: sentences for the user on what was left out.
     """
 
     columns: list[str]
@@ -56,7 +49,6 @@ class Table:
     folder: Path | None = None
     stay_inside: bool = True
     image_column: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 def prompt_columns(columns: list[str]) -> list[str]:
@@ -88,7 +80,7 @@ def read_table(file: Path, name: str, suffix: str) -> Table:
     """
     if suffix not in SUFFIXES:
         raise FlowGRPOError(f"{name} is not a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file.")
-    check_regular(file, name, MAX_PARQUET_BYTES if suffix == ".parquet" else MAX_BYTES)
+    check_regular(file, name, MAX_BYTES)
     if suffix == ".parquet":
         return _parquet_table(file, name)
     text = read_text(file, MAX_BYTES)
@@ -109,90 +101,79 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _json_table(text: str, name: str, suffix: str) -> Table:
     """The texts or objects of JSON lines, of a JSON list, or of a JSON object by id."""
-    entries = _json_entries(text, name, suffix)
+    entries = list(_json_values(text, name))
+    if len(entries) == 1 and isinstance(entries[0][1], list):
+        entries = [(f"entry {number}", entry) for number, entry in enumerate(entries[0][1], 1)]
+    elif len(entries) == 1 and suffix == ".json" and isinstance(entries[0][1], dict):
+        entries = _entries_by_id(entries[0][1]) or entries
     locations = [location for location, _ in entries]
     if entries and all(isinstance(entry, str) for _, entry in entries):
         return table_of_texts([entry for _, entry in entries], locations)
     wrong = next(((location, entry) for location, entry in entries if not isinstance(entry, dict)), None)
     if wrong is not None:
         raise FlowGRPOError(
-            f'{name}, {wrong[0]}: give an object such as {{"prompt": "a red fox"}}, not {_short(wrong[1])}; or all texts.'
+            f'{name}, {wrong[0]}: give an object such as {{"prompt": "a red fox"}}, not {repr(wrong[1])[:80]}; or all texts.'
         )
     return table_of_rows([entry for _, entry in entries], locations)
 
 
-def _json_entries(text: str, name: str, suffix: str) -> list[tuple[str, Any]]:
-    """Each entry with its location."""
-    start = text.lstrip()[:1]
-    if start == "[":
-        return [(f"entry {number}", entry) for number, entry in enumerate(_parse_json(text, name), 1)]
-    if start == "{" and suffix == ".json" and (whole := _single_object(text, name)) is not None:
-        return _entries_by_id(whole, name)
-    return [(f"line {number}", _parse_json(line, f"{name}, line {number}")) for number, line in _lines(text)]
+def _json_values(text: str, name: str) -> Iterator[tuple[str, Any]]:
+    """The JSON values of a file, one after another, each with its line."""
+    decoder, position, line = json.JSONDecoder(), 0, 1
+    while (start := WHITESPACE.match(text, position).end()) < len(text):  # type: ignore[union-attr]
+        line += text.count("\n", position, start)
+        try:
+            value, position = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError) as error:
+            problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise FlowGRPOError(f"{name}, line {line} is not valid JSON: {problem}.") from error
+        yield f"line {line}", value
+        line += text.count("\n", start, position)
 
 
-def _single_object(text: str, name: str) -> dict[str, Any] | None:
-    """The object that a .json file is; None if it has objects line by line."""
-    numbered = list(_lines(text))
-    try:
-        _parse_json(numbered[0][1], name)
-    except FlowGRPOError:
-        return _parse_json(text, name)  # an object over several lines
-    return _parse_json(text, name) if len(numbered) == 1 else None
-
-
-def _entries_by_id(whole: dict[str, Any], name: str) -> list[tuple[str, Any]]:
-    """The entries of an object by id, each with its id as metadata; the object itself if it is a single row."""
-    if any(isinstance(whole[column], str) for column in prompt_columns(list(whole))):
-        return [("line 1", whole)]
+def _entries_by_id(whole: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The texts or objects of an object by id, each with its id as metadata; none if the object is a row itself."""
     values = list(whole.values())
-    if values and all(isinstance(value, str) for value in values):
+    if any(isinstance(whole[column], str) for column in prompt_columns(list(whole))):
+        return []
+    if all(isinstance(value, str) for value in values):
         return [(f"entry {key!r}", {ID: key, COLUMNS[0]: value}) for key, value in whole.items()]
-    if not all(isinstance(value, dict) for value in values):
-        keys = ", ".join(map(str, whole))
-        raise FlowGRPOError(
-            f"{name} is one object with the keys {keys[:120]}: give a list of prompts, or an object of prompts by id."
-        )
-    return [(f"entry {key!r}", {ID: key, **value}) for key, value in whole.items()]
-
-
-def _parse_json(text: str, where: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            raise FlowGRPOError(f"the key {_short(next(k for k in keys if keys.count(k) > 1))} occurs twice in an object")
-        return dict(pairs)
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        problem = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise FlowGRPOError(f"{where} is not valid JSON: {problem}.") from error
+    if all(isinstance(value, dict) for value in values):
+        return [(f"entry {key!r}", {ID: key, **value}) for key, value in whole.items()]
+    return []
 
 
 def _csv_table(text: str, name: str, tabs: bool) -> Table:
     """The rows of a CSV file whose first line has the column names; with `tabs` it is separated by tabs and has no quotes."""
+    csv.field_size_limit(MAX_BYTES)  # a prompt may be longer than the 131,072 letters that are allowed otherwise
     delimiter = "\t" if tabs else _delimiter(text)
-    numbered = list(_csv_rows(text, name, delimiter, quotes=not tabs))
-    if not numbered:
-        return Table([], [], [])
-    (_, header), *body = numbered
-    columns = [cell.strip() for cell in header]
-    _check_unique(columns, name)
-    for number, cells in body:
-        if any(cells[len(columns) :]):
-            separator = {"\t": "tabs", ";": "semicolons"}.get(delimiter, "commas")
-            raise FlowGRPOError(
-                f"{name}, line {number}: it has {len(cells)} cells under {len(columns)} column names; put a text with "
-                f"{separator} in double quotes{', in a .csv file' if tabs else ''}."
-            )
-    texts, values = prompt_columns(columns), {}
-    for i, column in enumerate(columns):
-        if column:  # the column of an index has no name
-            cells = [row[i] if i < len(row) else "" for _, row in body]
-            values[column] = cells if column in texts else _convert_column(cells)
-    rows = [{column: cells[i] for column, cells in values.items()} for i in range(len(body))]
-    return Table(list(values), rows, [f"line {number}" for number, _ in body])
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""),
+        restval="",
+        delimiter=delimiter,
+        quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
+    rows, locations = [], []
+    try:
+        reader.fieldnames = columns = [column.strip() for column in reader.fieldnames or ()]
+        for row in reader:
+            rows.append(row)
+            locations.append(f"line {reader.line_num}")
+            if any(row.get(None, ())):  # the cells without a column
+                raise FlowGRPOError(
+                    f"{name}, line {reader.line_num}: it has more cells than the {len(columns)} column names; put a text with "
+                    f"{delimiter!r} in double quotes{', in a .csv file' if tabs else ''}."
+                )
+    except csv.Error as error:
+        raise FlowGRPOError(f"{name}, line {reader.line_num}: not valid CSV, {error}.") from error
+    named = [column for column in columns if column]  # the column of an index has no name
+    if len({*named}) < len(named):
+        raise FlowGRPOError(f"{name} has two columns of one name among {', '.join(named)}: rename one of them.")
+    texts = prompt_columns(named)
+    cells = {column: [row[column] for row in rows] for column in named}
+    values = {column: of_rows if column in texts else _convert_column(of_rows) for column, of_rows in cells.items()}
+    return Table(named, [{column: values[column][i] for column in named} for i in range(len(rows))], locations)
 
 
 def _delimiter(text: str) -> str:
@@ -202,34 +183,20 @@ def _delimiter(text: str) -> str:
     return next((mark for mark, cells in names.items() if prompt_columns(cells)), ",")
 
 
-def _csv_rows(text: str, name: str, delimiter: str, quotes: bool) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not blank, each with the number of its first line."""
-    dialect: dict[str, Any] = {"strict": True} if quotes else {"quoting": csv.QUOTE_NONE}
-    former = csv.field_size_limit(len(text) + 1)
-    try:
-        reader, first = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, **dialect), 1
-        for row in reader:
-            if row:
-                yield first, row
-            first = reader.line_num + 1
-    except csv.Error as error:
-        raise FlowGRPOError(f"{name}, line {reader.line_num}: not valid CSV, {error}.") from error
-    finally:
-        csv.field_size_limit(former)
-
-
 def _convert_column(cells: list[str]) -> list[Any]:
-    """The cells of a column as numbers or booleans if all of them are, else as text; None for empty cells."""
-    filled = [cell for cell in cells if cell]
-    if all(cell.lower() in BOOLEANS for cell in filled):
-        return [BOOLEANS[cell.lower()] if cell else None for cell in cells]
-    convert: type = str
-    if not any(LEADING_ZERO.fullmatch(cell) for cell in filled):
-        if all(WHOLE_NUMBER.fullmatch(cell) for cell in filled):
-            convert = int
-        elif all(NUMBER.fullmatch(cell) for cell in filled):
-            convert = float
-    return [convert(cell) if cell else None for cell in cells]
+    """The cells of a column as numbers or booleans if all of them are, else as text; None for empty cells.
+
+    Numbers are written as in JSON, so that 007 is a text.
+    """
+    texts = [cell or None for cell in cells]
+    try:
+        values = [json.loads(cell.lower()) if cell else None for cell in cells]
+    except (ValueError, RecursionError):
+        return texts
+    kinds = {type(value) for value, text in zip(values, texts, strict=True) if text}
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
+    return values if kinds <= {int} or kinds <= {float} or kinds <= {bool} else texts
 
 
 def _parquet_table(file: Path, name: str) -> Table:
@@ -237,102 +204,81 @@ def _parquet_table(file: Path, name: str) -> Table:
     from pyarrow.parquet import ParquetFile
 
     try:
-        parquet = ParquetFile(file)
-        _check_parquet_size(parquet.metadata, name)
-        table = parquet.read()
+        table = ParquetFile(file).read()
         rows = table.to_pylist()
     except (pyarrow.ArrowException, OSError, OverflowError) as error:
         raise FlowGRPOError(f"{name} could not be read as Parquet: {' '.join(str(error).split())}") from error
-    _check_unique(table.column_names, name)
     return Table(table.column_names, rows, [f"row {n}" for n in range(1, len(rows) + 1)])
 
 
-def _check_parquet_size(metadata: Any, name: str) -> None:
-    """FlowGRPOError if a file that may be small on disk is too large in memory."""
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    if metadata.num_rows > MAX_ROWS or size > 8 * MAX_PARQUET_BYTES:
-        raise FlowGRPOError(
-            f"{name} has {metadata.num_rows:,} rows with {size >> 20:,} MB; at most {MAX_ROWS:,} rows and "
-            f"{8 * MAX_PARQUET_BYTES >> 20:,} MB are read: leave out rows or columns."
-        )
-
-
-def _check_unique(columns: list[str], name: str) -> None:
-    duplicate = next((column for column in columns if column and columns.count(column) > 1), None)
-    if duplicate is not None:
-        raise FlowGRPOError(f"{name} has two columns `{duplicate}`: rename one of them.")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def read_images(
-    cells: Sequence[Any],
-    locations: Sequence[str],
-    folder: Path | None,
-    column: str = IMAGE_COLUMN,
-    stay_inside: bool = False,
-) -> list[tuple[SourceImage, ...]]:
+def read_images(cells: Sequence[Any], table: Table, name: str, column: str) -> list[tuple[SourceImage, ...]]:
     """Read the images of each prompt, from the cells of a column.
 
     Args:
         cells: each a path, a list of paths, a mapping with `bytes` or `path` as hub data sets have, a PIL image, or None.
-        locations: of the cells, such as `prompts.csv, line 3`, for errors.
-        folder: which paths are relative to; None if there is none, as for a file at an address.
-        column: its name, for errors.
-        stay_inside: refuse paths that lead out of the folder, since the table may be a stranger's.
+        table: with the folder of the paths, and the locations of the cells, for errors.
+        name: of the table, for errors.
 
     Raises:
         FlowGRPOError: an image does not exist, is damaged, too large or no image, or is outside the folder; names the location.
     """
-    readers = [
-        [_reader(image, location, folder, column, stay_inside) for image in _cell_images(cell, location, column)]
-        for cell, location in zip(cells, locations, strict=True)
-    ]
-    flat = [reader for of_prompt in readers for reader in of_prompt]
-    with ThreadPoolExecutor() as threads, phase("reading the prompts' images", total=len(flat)) as done:
-        read = []
-        for image in threads.map(lambda reader: reader(), flat):
-            read.append(image)
+
+    def read_cell(cell: Any, location: str) -> tuple[SourceImage, ...]:
+        where = f"{name}, {location}"
+        return tuple(_read_image(image, table, where, column) for image in _cell_images(cell, where, column))
+
+    read = []
+    with ThreadPoolExecutor() as threads, phase("reading the prompts' images", total=len(cells)) as done:
+        for images in threads.map(read_cell, cells, table.locations):
+            read.append(images)
             done.advance(1)
-    images = iter(read)
-    return [tuple(next(images) for _ in of_prompt) for of_prompt in readers]
+    return read
 
 
-def _cell_images(cell: Any, location: str, column: str) -> list[Any]:
+def _cell_images(cell: Any, where: str, column: str) -> list[Any]:
     """The images of a cell, each still a path, content or mapping."""
     if isinstance(cell, str) and cell.strip().startswith("["):  # of a .csv file
         try:
             cell = json.loads(cell)
         except ValueError as error:
             raise FlowGRPOError(
-                f"{location}: the column `{column}` holds {cell[:80]!r}, which is not a list of paths."
+                f"{where}: the column `{column}` holds {cell[:80]!r}, which is not a list of paths."
             ) from error
     if cell is None or cell == "":
         return []
-    images = list(cell) if isinstance(cell, list | tuple) else [cell]
-    if len(images) > MAX_IMAGES:
-        raise FlowGRPOError(f"{location}: a prompt has {len(images)} images; at most {MAX_IMAGES} are allowed.")
-    return images
+    return list(cell) if isinstance(cell, list | tuple) else [cell]
 
 
-def _reader(image: Any, location: str, folder: Path | None, column: str, stay_inside: bool) -> Callable[[], SourceImage]:
-    """A function that reads one image."""
+def _read_image(image: Any, table: Table, where: str, column: str) -> SourceImage:
     if isinstance(image, Image.Image):
-        return partial(SourceImage.from_pil, image, f"of {location}")
+        return SourceImage.from_pil(image, f"of {where}")
+    source = image_source(image, table.folder, where, column, table.stay_inside)
+    if isinstance(source, bytes):
+        return SourceImage.read(source, f"of {where}")
+    return SourceImage.read(source, f"{source} ({where})")
+
+
+def image_source(image: Any, folder: Path | None, where: str, column: str, stay_inside: bool) -> Path | bytes:
+    """The path of an image, or its content, as a table names it.
+
+    Args:
+        image: a path, or a mapping with `bytes` or `path` as hub data sets have.
+        folder: which paths are relative to; None if there is none, as for a file at an address.
+        where: the row, for errors.
+        stay_inside: refuse paths that lead out of the folder, since the table may be a stranger's.
+
+    Raises:
+        FlowGRPOError: it is none of these, or is outside the folder.
+    """
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
-        return partial(SourceImage.read, image, f"of {location}")
-    if not isinstance(image, str | Path) or not str(image).strip() or "\0" in str(image):
-        raise FlowGRPOError(f"{location}: the column `{column}` holds {repr(image)[:80]}; give a path, or a list of paths.")
-    if folder is None and (stay_inside or not Path(image).is_absolute()):
+        return image
+    if not isinstance(image, str | Path) or not str(image).strip():
+        raise FlowGRPOError(f"{where}: the column `{column}` holds {repr(image)[:80]}: give the path of an image.")
+    if folder is None:
         raise FlowGRPOError(
-            f"{location}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
+            f"{where}: the image {str(image)[:200]} has no folder to be found in: download the file and its images."
         )
-    path = (folder or Path()) / image
-    if folder is not None and stay_inside:
-        path = inside(folder, str(path.relative_to(folder) if path.is_relative_to(folder) else image), location)
-    return partial(SourceImage.read, path, f"{str(image)[:200]} ({location})")
+    path = folder / image
+    return inside(folder, os.path.relpath(path, folder), where) if stay_inside else path

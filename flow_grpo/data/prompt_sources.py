@@ -5,34 +5,50 @@ And what prompts are warned of: training prompts that are tested on, and syntax 
 
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from flow_grpo.config.loading import bundled_file, read_text
 from flow_grpo.config.sections import FROM_PYTHON
-from flow_grpo.data.prompt_files import MAX_ROWS, SUFFIXES, Table, read_table, table_of_rows, table_of_texts
+from flow_grpo.data.prompt_files import SUFFIXES, Table, read_table, table_of_rows, table_of_texts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import check_regular, expanded, write_atomic
 from flow_grpo.image_prompt import images_of, prompt_key, with_images
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
-from flow_grpo.text import counted, has_password, natural_key, without_passwords
+from flow_grpo.text import has_password, natural_key, without_passwords
 
 HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
-MAX_BYTES = 256 << 20  # of a downloaded file
 MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
-TEXT, ROW = "a text", "a dict by column"  # kinds of prompts in memory
 CAPTIONS = (".txt", ".caption")  # kohya's scripts have the second for the text of an image
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
 ARTICLES = {"a", "an", "the"}
 # kohya's `# comment` and `--w 512`, A1111's `--steps 20`, `<lora:name:0.8>` and `(word:1.2)`, Midjourney's `--ar 16:9`
 SYNTAX = re.compile(r"^#\s|(?<!\S)--[A-Za-z][\w-]*(?=\s|=|$)|<(?:lora|lyco|hypernet):[^<>]+>|\([^()]*[^():\s\d]:\d*\.\d+\)")
+PACKAGED = "prompts/"  # the folder of bundled files
+PROMPT_SETS = {  # by name, in lower case: a bundled file, an address or a hub data set
+    "ocr": "prompts/signs_eval.txt",  # 256 signs for the embedded model; ours, Apache-2.0
+    "shapes": "prompts/shapes_eval.jsonl",  # scenes in GenEval's six tasks, for the embedded model of shapes; ours, Apache-2.0
+    "shape_edits": "prompts/shape_edits_eval.jsonl",  # 72 edits of such scenes; ours, Apache-2.0
+    "ocr_test": "prompts/ocr_test.txt",  # 512 scenes with a text in quotes; ours, Apache-2.0
+    # the OCR test prompts of Flow-GRPO (arXiv 2505.05470), MIT
+    "ocr_paper": "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt",
+    # 553 prompts in six tasks (arXiv 2310.11513); github.com/djghosh13/geneval, MIT
+    "geneval": "prompts/geneval.jsonl",
+    # 1632 prompts by category and challenge (arXiv 2206.10789); github.com/google-research/parti, Apache-2.0
+    "partiprompts": "nateraw/parti-prompts",
+    # 200 prompts in eleven categories (arXiv 2205.11487); without a licence, so that the package does not contain it
+    "drawbench": "sayakpaul/drawbench",
+}
+
+
+def source_of(name: str) -> str:
+    """The source of the set of that name, in upper or lower case; other names are returned unchanged."""
+    return PROMPT_SETS.get(name.lower(), name)
 
 
 def is_prompt_file(name: str) -> bool:
@@ -64,17 +80,23 @@ def read_source(name: str) -> Table:
         raise FlowGRPOError(
             f"the address {without_passwords(name)} has a user or password, which would be written with the results: give a file."
         )
-    file = _local(name)
+    source = source_of(name)
+    if source.startswith(HTTPS):
+        # the hub's links end in ?download=true
+        return read_table(_downloaded(source), name, Path(urlsplit(source).path).suffix.lower())
+    file = _local(source)
     if file is not None and file.is_dir():
         return _folder_table(file)
     if file is not None:
         table = read_table(file, name, file.suffix.lower())
         # a table of its folder's images may be a stranger's as the folder is; another file may name images anywhere
         return replace(table, folder=file.parent, stay_inside=file.name in FOLDER_FILES)
-    source = source_of(name)
-    if source.startswith(HTTPS):
-        # the hub's links end in ?download=true
-        return read_table(_downloaded(source), name, Path(urlsplit(source).path).suffix.lower())
+    if is_prompt_file(source):
+        raise FlowGRPOError(f"there is no prompt file {name}.")
+    if not DATA_SET.fullmatch(source):
+        raise FlowGRPOError(
+            f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
+        )
     return _data_set(source)
 
 
@@ -108,31 +130,18 @@ def _folder_table(folder: Path) -> Table:
     for file in files:
         check_regular(file, str(file), MAX_PROMPT_BYTES)
     rows = [{"prompt": read_text(file).strip(), FILE_NAME: file.name} for file in files]
-    others = sum(not file.name.startswith(".") for file in folder.iterdir()) - len(files)
-    notes = (
-        (f"{folder}: {counted(others, 'file')} without the ending {files[0].suffix.lower()} left out.",) if others else ()
-    )
-    return replace(table_of_rows(rows, [file.name for file in files]), folder=folder, notes=notes)
+    return replace(table_of_rows(rows, [file.name for file in files]), folder=folder)
 
 
-def _local(name: str) -> Path | None:
-    """The local file or folder of that name, or None for an address or a data set. FlowGRPOError if it can't be any of these."""
-    source = source_of(name)
+def _local(source: str) -> Path | None:
+    """The file or folder of that name, or the bundled file; None if there is none, as for a data set."""
     try:
-        path = next((path for path in (expanded(name), Path(source)) if name and path.exists()), None)
-        if path is None or (path.is_dir() and source != name):  # a known set comes before a folder of its name
-            path = file if (file := bundled_file(source)).is_file() else None
+        path, bundled = expanded(source), bundled_file(source)
+        if source and path.exists():
+            return path
+        return bundled if bundled.is_file() else None
     except (OSError, ValueError):  # longer than any file's name
-        path = None
-    if path is not None or source.startswith(HTTPS):
-        return path
-    if is_prompt_file(source):
-        raise FlowGRPOError(f"there is no prompt file {name}.")
-    if not DATA_SET.fullmatch(source):
-        raise FlowGRPOError(
-            f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."
-        )
-    return None
+        return None
 
 
 def _downloaded(address: str) -> Path:
@@ -141,27 +150,16 @@ def _downloaded(address: str) -> Path:
 
     copy = expanded("~/.cache/flow-grpo/prompts") / hashlib.sha256(address.encode()).hexdigest()
     try:
-        content = _content(address)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        if copy.is_file() and isinstance(error, httpx.TransportError):
-            return copy
-        kind = HubUnreachable if isinstance(error, httpx.TransportError) else FlowGRPOError
-        raise kind(_unreachable(address, error)) from error
-    write_atomic(copy, content)
-    return copy
-
-
-def _content(address: str) -> bytes:
-    import httpx
-
-    content = bytearray()
-    with httpx.stream("GET", address, follow_redirects=True, timeout=30) as response:
+        response = httpx.get(address, follow_redirects=True, timeout=30)
         response.raise_for_status()
-        for part in response.iter_bytes():
-            content += part
-            if len(content) > MAX_BYTES:
-                raise FlowGRPOError(f"it has more than {MAX_BYTES >> 20} MB")
-    return bytes(content)
+    except httpx.TransportError as error:
+        if copy.is_file():
+            return copy
+        raise HubUnreachable(_unreachable(address, error)) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise FlowGRPOError(_unreachable(address, error)) from error
+    write_atomic(copy, response.content)
+    return copy
 
 
 def _data_set(source: str) -> Table:
@@ -174,7 +172,7 @@ def _data_set(source: str) -> Table:
         rows = data_set.to_list()
     except HubUnreachable as error:
         raise HubUnreachable(
-            f"the prompts {error} Give a local file of them; the sets known by name are {names_of_sets()}."
+            f"the prompts {error} Give a local file of them; the sets known by name are {', '.join(PROMPT_SETS)}."
         ) from error
     except Exception as error:
         raise FlowGRPOError(_unreachable(source, error)) from error
@@ -187,7 +185,7 @@ def _unreachable(source: str, error: Exception) -> str:
     reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
     return (
         f"the prompts {source} could not be read: {reason}. Without a network give a local file of them; the sets known by name "
-        f"are {names_of_sets()}."
+        f"are {', '.join(PROMPT_SETS)}."
     )
 
 
@@ -195,97 +193,26 @@ def read_items(items: Iterable[Any]) -> Table:
     """The rows of texts or of mappings by column, in a list, generator, `datasets.Dataset` or another iterable that ends.
 
     Raises:
-        FlowGRPOError: it is no iterable, has items of another kind, or does not end.
+        FlowGRPOError: it is no iterable, or has items of another kind.
     """
-    if isinstance(items, Mapping):
-        parts = ", ".join(map(str, items))[:120]
+    if isinstance(items, Mapping) or not isinstance(items, Iterable):
         raise FlowGRPOError(
-            f"the prompts were given as a mapping with the keys {parts}: give one of its values, such as the split `train`, or a list "
-            "of prompts."
+            f"the prompts were given as {type(items).__name__}: give a file, a list of texts or dicts, a PromptSet, a "
+            "datasets.Dataset or one split of a DatasetDict."
         )
     if hasattr(items, "itertuples") and hasattr(items, "to_dict"):  # a pandas table, which iterates over its column names
         items = items.to_dict("records")
-    try:
-        listed = list(islice(items, MAX_ROWS + 1))
-    except TypeError as error:
-        if hasattr(items, "__iter__"):
-            raise
-        raise FlowGRPOError(
-            f"the prompts were given as {type(items).__name__}: give a file, a list of texts or dicts, a PromptSet or a "
-            "datasets.Dataset."
-        ) from error
-    if len(listed) > MAX_ROWS:
-        raise FlowGRPOError(
-            f"the given prompts don't end after {MAX_ROWS:,}: give a part of them, such as dataset.take(1000)."
-        )
+    listed = list(items)
     locations = [f"item {number}" for number in range(1, len(listed) + 1)]
-    kinds = [_kind(item) for item in listed]
-    wrong = next((i for i, kind in enumerate(kinds) if kind == "" or kind != kinds[0]), None)
+    kind = str if listed and isinstance(listed[0], str) else Mapping
+    wrong = next((i for i, item in enumerate(listed) if not isinstance(item, kind)), None)
     if wrong is not None:
-        expected = f"not {kinds[0]}, as the others are" if kinds[0] else f"neither {TEXT} nor {ROW}"
-        raise FlowGRPOError(f"the given prompts, {locations[wrong]}: {repr(listed[wrong])[:80]} is {expected}.")
-    if not listed or kinds[0] == TEXT:
+        raise FlowGRPOError(
+            f"the given prompts, {locations[wrong]}: {repr(listed[wrong])[:80]}: give all as texts, or all as dicts by column."
+        )
+    if kind is str:
         return table_of_texts(listed, locations)
     return replace(table_of_rows([dict(item) for item in listed], locations), folder=Path(), stay_inside=False)
-
-
-def _kind(item: object) -> str:
-    """The kind of an item; "" if it is no prompt."""
-    if isinstance(item, str):
-        return TEXT
-    return ROW if isinstance(item, Mapping) and all(isinstance(key, str) for key in item) else ""
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """The source of a prompt set.
-
-    Attributes:
-        source: an argument of `load_prompts`: a bundled file, a hub data set or an address.
-        about: number of prompts, origin and licence.
-    """
-
-    source: str
-    about: str
-
-
-PROMPT_SETS = {
-    "ocr": PromptSource("prompts/signs_eval.txt", "256 signs for the embedded model; ours, Apache-2.0"),
-    "shapes": PromptSource(
-        "prompts/shapes_eval.jsonl",
-        "scenes of shapes in GenEval's six tasks, for the embedded model of shapes; ours, Apache-2.0",
-    ),
-    "shape_edits": PromptSource("prompts/shape_edits_eval.jsonl", "72 edits of such scenes; ours, Apache-2.0"),
-    "ocr_test": PromptSource("prompts/ocr_test.txt", "512 scenes with a text in quotes; ours, Apache-2.0"),
-    "ocr_paper": PromptSource(
-        "https://raw.githubusercontent.com/yifan123/flow_grpo/main/dataset/ocr/test.txt",
-        "the OCR test prompts of Flow-GRPO (arXiv 2505.05470); github.com/yifan123/flow_grpo, MIT",
-    ),
-    "geneval": PromptSource(
-        "prompts/geneval.jsonl",
-        "GenEval's 553 prompts in six tasks (arXiv 2310.11513); github.com/djghosh13/geneval, MIT",
-    ),
-    "partiprompts": PromptSource(
-        "nateraw/parti-prompts",
-        "PartiPrompts, 1632 prompts by category and challenge (arXiv 2206.10789); github.com/google-research/parti, Apache-2.0",
-    ),
-    "drawbench": PromptSource(
-        "sayakpaul/drawbench",
-        "DrawBench, 200 prompts in eleven categories (arXiv 2205.11487); without a licence, so that the package does not contain it",
-    ),
-}
-BUNDLED = {name: known.source for name, known in PROMPT_SETS.items() if known.source.startswith("prompts/")}
-
-
-def source_of(name: str) -> str:
-    """The source of the set of that name, in upper or lower case; other names are returned unchanged."""
-    known = PROMPT_SETS.get(name.lower())
-    return name if known is None else known.source
-
-
-def names_of_sets() -> str:
-    """All names, for an error message."""
-    return ", ".join(PROMPT_SETS)
 
 
 def normal_form(prompt: str) -> str:
@@ -315,17 +242,13 @@ def benchmark_overlap(trained: list[str], held_out: list[str], source: str | Non
         source: of the training prompts, as in the config.
     """
     known = {normal_form(prompt) for prompt in trained} - {normal_form(prompt) for prompt in held_out}
-    shared = {name: sum(normal_form(prompt) in known for prompt in _bundled_prompts(file)) for name, file in BUNDLED.items()}
-    named = {
-        name: len(trained) for name, prompt_set in PROMPT_SETS.items() if source and prompt_set.source == source_of(source)
-    }
-    return {name: count for name, count in {**named, **shared}.items() if count}
-
-
-def _bundled_prompts(source: str) -> list[str]:
-    file = bundled_file(source)
-    lines = file.read_text(encoding="utf-8").splitlines()
-    return lines if file.suffix == ".txt" else [json.loads(line)["prompt"] for line in lines]
+    counts = {}
+    for name, origin in PROMPT_SETS.items():
+        if origin.startswith(PACKAGED):
+            counts[name] = sum(normal_form(row["prompt"]) in known for row in read_source(origin).rows)
+        elif source and source_of(source) == origin:
+            counts[name] = len(trained)
+    return {name: count for name, count in counts.items() if count}
 
 
 def syntax_warnings(prompts: Sequence[str]) -> list[str]:
@@ -334,9 +257,8 @@ def syntax_warnings(prompts: Sequence[str]) -> list[str]:
     if not found:
         return []
     prompt, marks = next(iter(found.items()))
-    shown = prompt if len(prompt) <= 60 else f"{prompt[:57]}..."
     return [
         f"{len(found)} of {len(set(prompts))} prompts have marks of another program's syntax, such as `{marks[0].strip()}` in "
-        f"{shown!r}: comments, options and weights are words here, which the model reads like the rest. Remove them from the prompts "
-        "if they are not meant so."
+        f"{str(prompt)[:60]!r}: comments, options and weights are words here, which the model reads like the rest. Remove them from "
+        "the prompts if they are not meant so."
     ]

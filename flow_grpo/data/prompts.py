@@ -165,7 +165,7 @@ def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
     _check_prompts(texts, table.locations, name)
     dropped = {column, image_column} - ({FILE_NAME} if is_caption else set())
     metadata = [{key: value for key, value in row.items() if key not in dropped} for row in table.rows]
-    notes = list(table.notes)
+    notes = []
     if is_caption:
         without = ", without the images that it describes" if image_column in table.columns else ""
         notes.append(f"{name}: the column `{visible(column)}` is taken as the prompt{without}.")
@@ -195,9 +195,7 @@ def _images_of(table: Table, name: str, column: str) -> list[tuple[SourceImage, 
         raise FlowGRPOError(
             f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
         )
-    locations = [f"{name}, {location}" for location in table.locations]
-    cells = [row[column] for row in table.rows]
-    return read_images(cells, locations, table.folder, column, stay_inside=table.stay_inside)
+    return read_images([row[column] for row in table.rows], table, name, column)
 
 
 def _check_prompts(prompts: list[Any], locations: list[str], name: str) -> None:

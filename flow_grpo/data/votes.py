@@ -2,11 +2,10 @@
 
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
+from flow_grpo.data.prompt_files import image_source
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import inside
 from flow_grpo.rewards.images import Vote
 
 PAIRS = (("chosen", "rejected"), ("better", "worse"))
@@ -67,16 +66,10 @@ def _pairs(table: PromptSet, source: str) -> list[tuple[int, str, int, str]]:
 
 def image_of(table: PromptSet, row: int, column: str, source: str, stay_inside: bool = False) -> Path | bytes:
     """The path or the content of an image of a table that was read from `source`. FlowGRPOError if there is none."""
-    cell: Any = table.metadata[row][column]
     where = f"{source}, row {row + 1}"
-    if isinstance(cell, dict):  # of a hub data set
-        cell = cell.get("bytes") or cell.get("path")
-    if isinstance(cell, bytes):
-        return cell
-    if not isinstance(cell, str):
-        raise FlowGRPOError(f"{where}: the column `{column}` holds {repr(cell)[:80]}: give an image path.")
-    folder = Path(source).parent
-    path = inside(folder, cell, where) if stay_inside else folder / cell
+    path = image_source(table.metadata[row][column], Path(source).parent, where, column, stay_inside)
+    if isinstance(path, bytes):
+        return path
     if not path.is_file():
         raise FlowGRPOError(f"{where}: the image {path} does not exist.")
     return path

@@ -103,7 +103,7 @@ def big() -> bytes:
 
 
 HOSTILE = {
-    "missing.png": (None, "there is no image missing.png"),
+    "missing.png": (None, "there is no image .*missing.png"),
     "torn.png": (png(pixels(0))[:-30], "could not be read: "),
     "words.png": (b"not an image", "is not an image: give a PNG, JPEG"),
     "empty.png": (b"", "is not an image"),
@@ -130,8 +130,6 @@ def test_an_image_that_cannot_be_used_is_named_with_its_line(folder, name):
     [
         (3, "the column `image` holds 3"),
         ({"a": 1}, "holds None"),
-        ("a\0b", "give a path"),
-        (["in/0.png"] * 17, "17 images; at most 16"),
         ("[in/0.png", "is not a list of paths"),
         ("in", "not a regular file"),
     ],

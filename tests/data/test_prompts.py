@@ -16,7 +16,6 @@ from PIL import Image
 from support.cli_process import run
 
 from flow_grpo import ImagePrompt, PromptSet
-from flow_grpo.data import prompt_sources
 from flow_grpo.data.prompts import load_prompts
 
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(
@@ -121,10 +120,6 @@ PARQUET = io.BytesIO()
 pyarrow.parquet.write_table(pyarrow.table({"prompt": [1, 2]}), PARQUET)
 EMPTY = io.BytesIO()
 pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), EMPTY)
-DOUBLED = io.BytesIO()
-pyarrow.parquet.write_table(
-    pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"]), DOUBLED
-)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +133,6 @@ pyarrow.parquet.write_table(
         ("p.parquet", b"", "could not be read as Parquet"),
         ("p.parquet", b"PAR1 and then nothing", "could not be read as Parquet"),
         ("p.parquet", PARQUET.getvalue(), r"row 1: 1 is not a prompt"),
-        ("p.parquet", DOUBLED.getvalue(), "two columns `prompt`"),
         *[
             (f"p{suffix}", "é".encode("latin-1"), "line 1 has the byte 0xe9. Save it as UTF-8")
             for suffix in (".txt", ".csv")
@@ -148,7 +142,6 @@ pyarrow.parquet.write_table(
         ("p.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "is not UTF-8 text: line 1 has the byte 0x89"),
         ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON: Expecting value"),
         ("p.jsonl", b'{"prompt": "a"}\n"b"\n', "line 2: give an object"),
-        ("p.jsonl", b'{"prompt": "a", "prompt": "b"}\n', "line 1 is not valid JSON: the key 'prompt' occurs twice"),
         ("p.jsonl", b'{"prompt": ' + b"[" * 20_000, "nested too deeply"),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": 5}\n', "line 2: 5 is not a prompt"),
         ("p.jsonl", b'{"prompt": "a"}\n{"n": 5}\n', "line 2: None is not a prompt"),
@@ -161,14 +154,14 @@ pyarrow.parquet.write_table(
         (
             "p.json",
             b'{"info": {"year": 2014}, "annotations": []}',
-            "one object with the keys info, annotations: give a list",
+            "no column `prompt`; it has info, annotations",
         ),
         ("p.json", b'{"0": {"prompt": "a"}, "1": {"n": 2}}', "entry '1': None is not a prompt"),
         ("p.json", b'{"0": {"prompt": "a"},\n "1": }', "line 2 column 7|is not valid JSON"),
         ("p.csv", b"caption,text\na,b\n", "no column `prompt`, but `caption` and `text`: rename"),
-        ("p.csv", b"prompt;n\na;1;2\n", "line 2: it has 3 cells under 2 column names; put a text with semicolons in"),
-        ("p.csv", b"prompt,n,n\na,1,2\n", "two columns `n`"),
-        ("p.csv", b"prompt\na red fox, a blue bird\n", "line 2: it has 2 cells under 1 column names"),
+        ("p.csv", b"prompt;n\na;1;2\n", "line 2: it has more cells than the 2 column names; put a text with ';' in"),
+        ("p.csv", b"prompt,n,n\na,1,2\n", "two columns of one name"),
+        ("p.csv", b"prompt\na red fox, a blue bird\n", "line 2: it has more cells than the 1 column names"),
         ("p.csv", b'n,prompt\n1,"a\nb"\n2," "\n', "line 4: ' ' is not a prompt"),
         ("p.csv", b'prompt\n"never closed\n', "not valid CSV"),
         ("p.csv", b"a red fox\n", "no column `prompt`; it has a red fox"),
@@ -202,11 +195,9 @@ def test_what_is_neither_a_file_nor_a_data_set_is_a_clear_error(tmp_path, monkey
 
 def test_a_file_at_an_address_is_read_as_one_on_disk_and_its_copy_where_there_is_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(prompt_sources, "MAX_BYTES", 100)
     answers = {
         "/p.txt": httpx.Response(200, content="\ufeffone\u2028half\ntwo\n".encode()),
         "/p.csv": httpx.Response(200, content=b'prompt,n\n"a, b",1\n'),
-        "/large.txt": httpx.Response(200, content=b"cat\n" * 30),
         "/gone.txt": httpx.Response(404),
     }
 
@@ -214,15 +205,14 @@ def test_a_file_at_an_address_is_read_as_one_on_disk_and_its_copy_where_there_is
         raise httpx.ConnectError("no route to host")
 
     def server(answer):
-        monkeypatch.setattr(httpx, "stream", httpx.Client(transport=httpx.MockTransport(answer)).stream)
+        monkeypatch.setattr(httpx, "get", httpx.Client(transport=httpx.MockTransport(answer)).get)
 
     server(lambda request: answers[request.url.path])
     assert load_prompts("https://example.org/p.txt").prompts == ["one\u2028half", "two"]
     for query in ("", "?download=true", "?raw=1#top"):  # as the hub and other servers write links
         assert load_prompts(f"https://example.org/p.csv{query}").metadata == [{"n": 1}]
-    for name, sentence in {"large.txt": "it has more than", "gone.txt": "404 Not Found"}.items():
-        with pytest.raises(ValueError, match=f"{name} could not be read: .*{sentence}"):
-            load_prompts(f"https://example.org/{name}")
+    with pytest.raises(ValueError, match=r"gone\.txt could not be read: .*404 Not Found"):
+        load_prompts("https://example.org/gone.txt")
     server(without_network)
     assert load_prompts("https://example.org/p.txt").prompts == ["one\u2028half", "two"]
     with pytest.raises(

@@ -63,7 +63,7 @@ def test_all_pairs_of_imagerewarddbs_ranks_are_votes(lines, tmp_path, column):
         ({"prompt": "a", "image": "0.png", "rank": 1}, "holds no votes: all images are ties"),
         ({"prompt": "a", "chosen": "0.png", "rejected": "0.png"}, "row 1, compares an image with itself"),
         ({"prompt": "a", "chosen": "0.png", "rejected": "9.png"}, r"9\.png does not exist"),
-        ({"prompt": "a", "chosen": "0.png", "rejected": 1}, "the column `rejected` holds 1: give an image path"),
+        ({"prompt": "a", "chosen": "0.png", "rejected": 1}, "the column `rejected` holds 1: give the path of an image"),
     ],
 )
 def test_what_is_no_vote_is_one_sentence(lines, row, sentence):
