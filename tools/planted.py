@@ -985,20 +985,6 @@ BUGS = [
         "tests/data/test_image_sets.py -k although_the_prompt_is_one",
     ),
     (
-        "the blur of a JPEG is taken for an edge of its images",
-        "flow_grpo/data/grid_layout.py",
-        "return exact if exact == lossy else _without_jpeg_blur(pixels, exact, lossy)",
-        "return exact",
-        "tests/data/test_grid_detection.py -k cut_to_the_pixel",
-    ),
-    (
-        "images with borders of the gutters' color lose them",
-        "flow_grpo/data/grid_layout.py",
-        "    _check_borders(layout, [",
-        "    assert all([",
-        "tests/data/test_grid_detection.py -k very_images_or_refused",
-    ),
-    (
         "a LoRA with NaN draws black pictures",
         "flow_grpo/policy/weights.py",
         "    if broken:",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from flow_grpo.errors import FlowGRPOError
 
 JPEG_TOLERANCE = 64  # of 255: largest deviation of a JPEG's background from its color
+LOSSY = (".jpg", ".jpeg", ".jfif", ".webp", ".avif")  # files that are compressed so
 MIN_EDGE_CONTRAST = 4  # of 255: a smaller difference from the background is no edge
 JPEG_BLUR = 2  # pixels by which JPEG compression blurs an edge
 MIN_IMAGE_SIZE = 8  # pixels, of height and width
@@ -19,8 +21,8 @@ MIN_EDGE_CONTENT = 0.5  # share of an image's outermost lines that is not backgr
 MAX_PARTS = 4000
 NUM_BACKGROUND_COLORS = 3  # most frequent colors that are tried as background
 ADVICE = (
-    "Give --rows and --columns, --padding for what is between the images, captions included, and --crop for what is around all; "
-    "--rows 1 --columns 1 reads it as one image"
+    "Give --rows and --columns, --padding for what is between the images, captions included (0 if nothing is), and --crop for what is "
+    "around all; --rows 1 --columns 1 reads it as one image"
 )
 PLAIN = 4  # of 255: largest difference within a line of a margin
 
@@ -121,26 +123,6 @@ def single_image(size: tuple[int, int]) -> GridLayout:
     return GridLayout(size, tops=(0,), lefts=(0,), height=size[0], width=size[1], filled=1)
 
 
-def equal_cells(size: tuple[int, int], rows: int, columns: int, padding: tuple[int, ...], around: bool) -> GridLayout | None:
-    """Cells of equal size, or None if `size` can't be divided into them.
-
-    Args:
-        padding: pixels between columns and between rows.
-        around: whether the same padding is around all cells too.
-    """
-    starts: list[tuple[int, ...]] = []
-    sides = []
-    for total, count, pad in ((size[0], rows, padding[1]), (size[1], columns, padding[0])):
-        begin = pad if around else 0
-        side, rest = divmod(total - 2 * begin - pad * (count - 1), count)
-        if side < 1 or rest:
-            return None
-        starts.append(tuple(begin + i * (side + pad) for i in range(count)))
-        sides.append(side)
-    (tops, lefts), (height, width) = starts, sides
-    return GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=rows * columns)
-
-
 class NotAGrid(FlowGRPOError):
     """The image has several parts, but they may not be the images of a grid.
 
@@ -153,66 +135,47 @@ class NotAGrid(FlowGRPOError):
         self.has_images = has_images
 
 
-def detect(pixels: np.ndarray) -> GridLayout | None:
+def detect(pixels: np.ndarray, is_lossy: bool = False) -> GridLayout | None:
     """The layout of a grid image (H, W, 3) uint8 with at least two images; None if it has no gutters.
 
+    Args:
+        is_lossy: whether the file's compression may have changed the background. Other files too may have soft edges, but only those
+            without a grid of sharp edges are read so.
+
     Raises:
-        NotAGrid: it has several parts, but they are not images of one size at equal distances, or there is more than one way to cut it.
+        NotAGrid: it has several parts, but they are not images of one size at equal distances.
     """
-    exact = _detect_with_tolerance(pixels, 0)
-    if isinstance(exact, NotAGrid) and exact.has_images:
-        raise exact
-    lossy = _detect_with_tolerance(pixels, JPEG_TOLERANCE)
-    if isinstance(exact, GridLayout) and isinstance(lossy, GridLayout):
-        return exact if exact == lossy else _without_jpeg_blur(pixels, exact, lossy)
-    problems = []
-    for attempt in (exact, lossy):
-        if isinstance(attempt, GridLayout):
-            return attempt
-        if attempt is not None:
-            problems.append(attempt)
-    if problems:
-        raise max(problems, key=lambda problem: problem.has_images)
+    problem = None
+    for tolerance in (JPEG_TOLERANCE,) if is_lossy else (0, JPEG_TOLERANCE):
+        try:
+            layout = _detect_with_tolerance(pixels, tolerance)
+        except NotAGrid as error:
+            if error.has_images:
+                raise
+            problem = error
+        else:
+            if layout is not None:
+                return layout
+    if problem is not None:
+        raise problem
     return None
 
 
-def _detect_with_tolerance(pixels: np.ndarray, tolerance: int) -> "GridLayout | NotAGrid | None":
-    """The layout if the background deviates from one color by at most `tolerance`, or the most specific reason why there is none.
+def _detect_with_tolerance(pixels: np.ndarray, tolerance: int) -> GridLayout | None:
+    """The layout if the background deviates from one color by at most `tolerance`.
 
     An image can have sides of one color as well: of several layouts it is the one whose images cover most.
     """
     layouts, problems = [], []
     for color in _background_colors(pixels, tolerance):
         try:
-            layout = _detect_on_background(pixels, color, tolerance)
+            layouts.append(_detect_on_background(pixels, color, tolerance))
         except NotAGrid as error:
             problems.append(error)
-        else:
-            layouts += [] if layout is None else [layout]
-    if layouts:
-        return max(layouts, key=lambda layout: layout.filled * layout.height * layout.width)
-    return max(problems, key=lambda problem: problem.has_images, default=None)
-
-
-def _without_jpeg_blur(pixels: np.ndarray, exact: GridLayout, lossy: GridLayout) -> GridLayout:
-    """The lossy layout, if the exact one is larger by JPEG blur only. NotAGrid if the difference may be a border of the images."""
-    pairs = list(zip(exact.boxes(), lossy.boxes(), strict=False))
-    if (exact.rows, exact.columns) == (lossy.rows, lossy.columns) and all(
-        b.is_within(a) and a.is_within(b, JPEG_BLUR) for a, b in pairs
-    ):
-        outer = [line for a, b in pairs[: lossy.filled] for line in _border_lines(pixels, a, b)]
-        if all(np.ptp(line, axis=0).any() for line in outer):
-            return lossy
-    raise NotAGrid("the edges of its images are too faint to see where they end")
-
-
-def _border_lines(pixels: np.ndarray, outer: Box, inner: Box) -> list[np.ndarray]:
-    """The first line of the outer box at each side on which it is larger."""
-    lines, cell = [], outer.crop(pixels)
-    sides = ((inner.top > outer.top, cell[0]), (inner.bottom < outer.bottom, cell[-1]))
-    across = ((inner.left > outer.left, cell[:, 0]), (inner.right < outer.right, cell[:, -1]))
-    lines += [line for larger, line in (*sides, *across) if larger]
-    return lines
+    found = [layout for layout in layouts if layout is not None]
+    if not found and problems:
+        raise max(problems, key=lambda problem: problem.has_images)
+    return max(found, key=lambda layout: layout.filled * layout.height * layout.width, default=None)
 
 
 def _background_colors(pixels: np.ndarray, tolerance: int) -> list[np.ndarray]:
@@ -241,7 +204,6 @@ def _detect_on_background(pixels: np.ndarray, color: np.ndarray, tolerance: int)
     layout = GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=count)
     _check_parts(layout, images, parts)
     _check_room(layout, contrast)
-    _check_borders(layout, [part for part in parts if not any(part.overlaps(box) for box in layout.boxes())])
     full = [i for i, box in enumerate(layout.boxes()) if (box.crop(contrast) > tolerance).any()]
     return replace(layout, filled=full[-1] + 1)
 
@@ -361,33 +323,6 @@ def _check_room(layout: GridLayout, contrast: np.ndarray) -> None:
         raise NotAGrid("it has other content where there is room for another row or column of images")
 
 
-def _check_borders(layout: GridLayout, captions: Sequence[Box]) -> None:
-    """NotAGrid if it could also be torchvision's `make_grid` of images that have borders in the gutters' color.
-
-    Args:
-        captions: the parts outside the cells; if there are any, the cells are the images.
-    """
-    if captions:
-        return
-    left, top, right, bottom = layout.margins()
-    column_gap, row_gap = layout.gutters()
-    paddings = {
-        before + after - gutter
-        for before, after, gutter in ((left, right, column_gap), (top, bottom, row_gap))
-        if gutter is not None
-    }
-    padding = paddings.pop()
-    if paddings or padding < 1 or min(left, top, right, bottom) < padding or {left, top, right, bottom} == {padding}:
-        return
-    width, height = (left + right - 2 * padding + layout.width, top + bottom - 2 * padding + layout.height)
-    gaps = f"{row_gap if column_gap is None else column_gap},{column_gap if row_gap is None else row_gap}"
-    raise NotAGrid(
-        f"its images have {layout.width} x {layout.height} pixels or, with borders of the gutters' color, {width} x {height}; "
-        f"for these give --rows {layout.rows} --columns {layout.columns} --padding {padding}, else --rows {layout.rows} "
-        f"--columns {layout.columns} --crop {left},{top},{right},{bottom} --padding {gaps}"
-    )
-
-
 @dataclass(frozen=True)
 class GridOptions:
     """The user's settings for a grid image; the rest is detected.
@@ -434,17 +369,14 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
     if known and (options.padding is not None or options.rows == options.columns == 1):
         return _cut_as_given(area, options, name)
     try:
-        layout = detect(area)
+        layout = detect(area, is_lossy=Path(name).suffix.lower() in LOSSY)
     except NotAGrid as problem:
         if allow_single and not problem.has_images:
             return single_image((area.shape[0], area.shape[1]))
-        has_own_advice = "--rows" in str(problem)
-        if known and not has_own_advice and not _has_margin(area):
-            # letters and forms of images without gutters look like parts of a grid
-            return _cut_as_given(area, options, name)
-        no_gutters = "; --padding 0 says that nothing is between the images" if known else ""
-        advice = "" if has_own_advice else f" {ADVICE}{no_gutters}."
-        raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem
+        # letters and forms of images without gutters look like parts of a grid
+        if not known or _has_margin(area):
+            raise FlowGRPOError(f"{name} can't be cut into images: {problem}. {ADVICE}.") from problem
+        layout = None
     if layout is None and known:
         return _cut_as_given(area, options, name)
     if layout is None and allow_single:
@@ -464,17 +396,25 @@ def _has_margin(area: np.ndarray) -> bool:
 
 
 def _cut_as_given(area: np.ndarray, options: GridOptions, name: str) -> GridLayout:
+    """Cells of equal size with the given padding between them, which is around all too unless the image was cropped."""
     assert options.rows
     assert options.columns
     padding = options.padding or (0, 0)
-    height, width = area.shape[:2]
-    layout = equal_cells((height, width), options.rows, options.columns, padding, around=options.crop is None)
-    if layout is None:
-        where, left = ("between", ", cropped,") if options.crop else ("around", "")
-        raise FlowGRPOError(
-            f"{name}{left} has {width} x {height} pixels, which are not {options.columns} columns x {options.rows} rows of equal "
-            f"images with {padding[0]} and {padding[1]} pixels {where} them. {ADVICE}."
-        )
+    starts: list[tuple[int, ...]] = []
+    sides = []
+    for total, count, pad in ((area.shape[0], options.rows, padding[1]), (area.shape[1], options.columns, padding[0])):
+        begin = pad if options.crop is None else 0
+        side, rest = divmod(total - 2 * begin - pad * (count - 1), count)
+        if side < 1 or rest:
+            where, left = ("between", ", cropped,") if options.crop else ("around", "")
+            raise FlowGRPOError(
+                f"{name}{left} has {area.shape[1]} x {area.shape[0]} pixels, which are not {options.columns} columns x "
+                f"{options.rows} rows of equal images with {padding[0]} and {padding[1]} pixels {where} them. {ADVICE}."
+            )
+        starts.append(tuple(begin + i * (side + pad) for i in range(count)))
+        sides.append(side)
+    (tops, lefts), (height, width) = starts, sides
+    layout = GridLayout((area.shape[0], area.shape[1]), tops=tops, lefts=lefts, height=height, width=width, filled=0)
     return replace(layout, filled=_count_filled(layout, area))
 
 
