@@ -16,7 +16,7 @@ from flow_grpo.config.loading import read_text
 from flow_grpo.data.grid import FIELD, ImageInfo, has_prompts, open_image, prompt_of, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout, GridOptions, layout_of
 from flow_grpo.data.prompt_files import read_table
-from flow_grpo.data.prompt_sources import CAPTIONS, FILE_NAME, folder_file, text_files
+from flow_grpo.data.prompt_sources import CAPTIONS, FILE_NAME, FOLDER_FILES, folder_file, text_files
 from flow_grpo.data.prompts import PromptSet, load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
@@ -25,14 +25,12 @@ from flow_grpo.rewards.images import SUFFIXES
 from flow_grpo.run_folder import layout
 from flow_grpo.text import counted, natural_key
 
-MANIFESTS = ("metadata.jsonl", "metadata.csv", "manifest.jsonl", "manifest.csv")
 GRID = "grid.png"  # of `sample`, and of GenEval: the images beside it once more
 SAMPLES = "samples"  # GenEval's folder of the images of one prompt, which the metadata.jsonl beside it has
 OF_SAMPLE = re.compile(r"\d{4,}_seed(-?\d+)\.(png|webp)")  # the name of an image or a video of `sample`, with its seed
 WITH_PROMPT = re.compile(r"(.+ .+)_\d{6}")  # the stem of an image of T2I-CompBench: its prompt and a number
 MAX_CAPTION = 1 << 20  # bytes
 MAX_DEPTH = 3  # of folders in folders
-FILE_COLUMNS = ("file_name", "file")
 HOW_TO_GIVE_PROMPTS = (
     "give --prompt, --prompts with a row for each, a metadata.jsonl in their folder with the columns file_name and prompt, or a caption "
     "beside each in a .txt file of its name"
@@ -57,11 +55,10 @@ class FoundImage:
 
 @dataclass(frozen=True)
 class FoundImages:
-    """The images of a folder; the files and folders in it that were left out, without hidden ones; and notes on its tables."""
+    """The images of a folder, and the files and folders in it that were left out, without hidden ones."""
 
     images: list[FoundImage]
-    left_out: list[Path] = field(default_factory=list)
-    notes: tuple[str, ...] = ()
+    left_out: list[Path]
 
 
 def find_images(folder: Path, depth: int = 0) -> FoundImages:
@@ -72,11 +69,11 @@ def find_images(folder: Path, depth: int = 0) -> FoundImages:
     Raises:
         FlowGRPOError: a table or a caption can't be read, or names a file that is missing or outside its folder.
     """
-    manifest = next((folder / name for name in MANIFESTS if (folder / name).is_file()), None)
+    manifest = folder_file(folder)
     if manifest is None:
         return _plain(folder, depth)
     table = load_prompts(manifest)
-    if file_column(table) is not None:
+    if _names_files(table):
         return _of_table(manifest, table)
     if len(table) > 1 or not (folder / SAMPLES).is_dir():
         raise FlowGRPOError(f"{manifest} has no column `file_name` with the image's path in the same folder.")
@@ -91,9 +88,7 @@ def caption_of(file: Path) -> tuple[str | None, Path | None]:
     if beside is None:
         return None, None
     inside(beside.parent, beside.name, str(beside))
-    if beside.stat().st_size > MAX_CAPTION:
-        raise FlowGRPOError(f"{beside} has more than {MAX_CAPTION >> 20} MB, which is no caption of an image.")
-    return read_text(beside).strip() or None, beside
+    return read_text(beside, MAX_CAPTION).strip() or None, beside
 
 
 def _stated_prompt(file: Path, image: Image.Image) -> str | None:
@@ -108,7 +103,7 @@ def _plain(folder: Path, depth: int) -> FoundImages:
     folders = [path for path in shown if path.is_dir()]
     files = [path for path in shown if path not in folders and path.suffix.lower() in SUFFIXES and path.name != GRID]
     captions = [caption_of(file) for file in files]
-    used = {*files, *folders, folder / GRID, *(folder / name for name in MANIFESTS), *(beside for _, beside in captions)}
+    used = {*files, *folders, folder / GRID, *(folder / name for name in FOLDER_FILES), *(beside for _, beside in captions)}
     others = [path for path in shown if path not in used]
     if files:
         images = [FoundImage(file, caption=text) for file, (text, _) in zip(files, captions, strict=True)]
@@ -119,19 +114,18 @@ def _plain(folder: Path, depth: int) -> FoundImages:
     return FoundImages(
         [image for part in parts for image in part.images],
         left_out + [path for part in parts for path in part.left_out],
-        tuple(note for part in parts for note in part.notes),
     )
 
 
 def _of_table(manifest: Path, table: PromptSet) -> FoundImages:
     """The images that a table names, in its order. Images of `sample` may have been deleted since."""
-    column = file_column(table)
     images = []
     for prompt, row in zip(table.prompts, table.metadata, strict=True):
-        if OF_SAMPLE.fullmatch(str(row[column])) and not (manifest.parent / row[column]).exists():
+        name = row[FILE_NAME]
+        if OF_SAMPLE.fullmatch(str(name)) and not (manifest.parent / name).exists():
             continue
-        metadata = {key: value for key, value in row.items() if key not in (column, "seed")}
-        images.append(FoundImage(_image_path(manifest, row[column]), prompt, _seed(manifest, row.get("seed")), metadata))
+        metadata = {key: value for key, value in row.items() if key not in (FILE_NAME, "seed")}
+        images.append(FoundImage(_image_path(manifest, name), prompt, _seed(manifest, row.get("seed")), metadata))
     named = {image.file for image in images}
     present = _plain(manifest.parent, MAX_DEPTH)
     unnamed = [image.file for image in present.images if image.file not in named]
@@ -157,10 +151,12 @@ def _seed(manifest: Path, value: object) -> int | None:
 def left_out_note(folder: Path, left_out: Iterable[Path]) -> str:
     """A sentence on what is not among the images of a folder; "" if nothing is left out."""
     names = [f"{path.relative_to(folder)}{'/' * path.is_dir()}" for path in left_out]
-    if not names:
-        return ""
-    named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{folder}: left out {counted(len(names), 'other file')}: {named}"
+    return f"{folder}: left out {counted(len(names), 'other file')}: {_first(names)}" if names else ""
+
+
+def _first(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def join_prompts(
@@ -182,9 +178,8 @@ def join_prompts(
         return [text or "" for text in known], [{} for _ in known]
     if isinstance(prompts, str):
         prompts = PromptSet([prompts] * len(labels), [{}] * len(labels))
-    column = file_column(prompts)
-    if column is not None and path.is_dir():
-        rows = _rows_by_name(labels, [row[column] for row in prompts.metadata], path)
+    if _names_files(prompts) and path.is_dir():
+        rows = _rows_by_name(labels, prompts, path)
     elif len(prompts) == len(labels):
         rows = list(range(len(labels)))
     else:
@@ -195,29 +190,30 @@ def join_prompts(
                 f"{label} in {path} shows {text!r}, but the prompt given for it, row {row + 1}, is {prompts.prompts[row]!r}: "
                 "give the rows in the order of the images."
             )
-    metadata = [{key: value for key, value in prompts.metadata[i].items() if key != column} for i in rows]
+    metadata = [{key: value for key, value in prompts.metadata[i].items() if key != FILE_NAME} for i in rows]
     return [prompts.prompts[i] for i in rows], metadata
 
 
-def file_column(prompts: PromptSet) -> str | None:
-    """The metadata column with file names, if there is one."""
-    return next((name for name in FILE_COLUMNS if name in prompts.metadata[0]), None)
+def _names_files(prompts: PromptSet) -> bool:
+    """Whether the prompts have a column with the names of files."""
+    return FILE_NAME in prompts.metadata[0]
 
 
 def rows_without_image(labels: list[str], prompts: PromptSet | str | None, folder: Path) -> str:
     """A warning of the rows of the prompts that name no image of the folder; "" if there are none."""
-    if not isinstance(prompts, PromptSet) or (column := file_column(prompts)) is None:
+    if not isinstance(prompts, PromptSet) or not _names_files(prompts):
         return ""
-    names, shown = _comparable([row[column] for row in prompts.metadata], labels)
-    missing = [str(row[column]) for row, name in zip(prompts.metadata, names, strict=True) if name not in shown]
-    named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    return f"warning: {counted(len(missing), 'row')} of the prompts without an image in {folder}: {named}" if missing else ""
+    names, shown = _comparable(prompts, labels)
+    missing = [str(row[FILE_NAME]) for row, name in zip(prompts.metadata, names, strict=True) if name not in shown]
+    if not missing:
+        return ""
+    return f"warning: {counted(len(missing), 'row')} of the prompts without an image in {folder}: {_first(missing)}"
 
 
-def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[int]:
+def _rows_by_name(labels: list[str], prompts: PromptSet, folder: Path) -> list[int]:
     """The row of each image, by the column of file names."""
-    row_of: dict[object, int] = {}
-    names, wanted = _comparable(names, labels)
+    names, wanted = _comparable(prompts, labels)
+    row_of: dict[str, int] = {}
     for row, name in enumerate(names):
         if row_of.setdefault(name, row) != row:
             raise FlowGRPOError(
@@ -229,11 +225,12 @@ def _rows_by_name(labels: list[str], names: list[object], folder: Path) -> list[
     return [row_of[name] for name in wanted]
 
 
-def _comparable(names: list[object], labels: list[str]) -> tuple[list[object], list[str]]:
+def _comparable(prompts: PromptSet, labels: list[str]) -> tuple[list[str], list[str]]:
     """File names of prompts and of images, without endings if the prompts are texts: 7.txt is of 7.png, as in DPG-Bench."""
-    if not all(str(name).lower().endswith(CAPTIONS) for name in names):
+    names = [str(row[FILE_NAME]) for row in prompts.metadata]
+    if not all(name.lower().endswith(CAPTIONS) for name in names):
         return names, labels
-    return [str(Path(str(name)).with_suffix("")) for name in names], [str(Path(label).with_suffix("")) for label in labels]
+    return [str(Path(name).with_suffix("")) for name in names], [str(Path(label).with_suffix("")) for label in labels]
 
 
 def _join_by_prompt(
@@ -259,17 +256,12 @@ def _join_by_prompt(
 
 @dataclass(frozen=True)
 class ImageRecords:
-    """The facts about B images, whether they are generated yet or not. A seed is None where the image's noise is unknown.
-
-    Attributes:
-        lacks_sources: whether images were made of prompts with images, which are not known.
-    """
+    """The facts about B images, whether they are generated yet or not. A seed is None where the image's noise is unknown."""
 
     labels: list[str]
     prompts: list[str]
     seeds: list[int | None]
     metadata: list[dict]
-    lacks_sources: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -343,8 +335,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         pixels = torch.from_numpy(to_bytes(stored)).permute(0, 3, 1, 2)
         labels = _cell_labels(file, len(cells))
         texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
-        lacks_sources = _lacks_sources(texts, cells)
-        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
+        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels)
     if prompts is None:
         prompts = caption_of(file)[0] or _stated_prompt(file, image)
     if prompts is None and not promptless:
@@ -356,7 +347,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
     array = np.asarray(image)
     layout = layout_of(array, grid, str(file), allow_single=len(prompt_set) == 1)
     images = layout.crop_cells(array)
-    indices = _prompt_indices(layout, images, len(prompt_set), file)
+    indices = _prompt_indices(layout, len(prompt_set), file)
     pixels = torch.from_numpy(images[: len(indices)]).permute(0, 3, 1, 2)
     texts, metadata = [prompt_set.prompts[i] for i in indices], [prompt_set.metadata[i] for i in indices]
     is_single = layout.rows == layout.columns == 1
@@ -365,17 +356,14 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
     return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=note)
 
 
-def _prompt_indices(layout: GridLayout, images: np.ndarray, prompts: int, file: Path) -> list[int]:
+def _prompt_indices(layout: GridLayout, prompts: int, file: Path) -> list[int]:
     """The index of each image's prompt. The last row of a grid may end early, so that there are fewer images than cells."""
-    cells = layout.rows * layout.columns
-    if layout.filled <= prompts <= cells:
+    if layout.filled <= prompts <= layout.rows * layout.columns:
         return list(range(prompts))
     if prompts == 1:
         return [0] * layout.filled
     if prompts == layout.rows:
         return [cell // layout.columns for cell in range(layout.filled)]
-    if cells - layout.columns < prompts < cells and all(not np.ptp(cell, axis=(0, 1)).any() for cell in images[prompts:]):
-        return list(range(prompts))
     raise FlowGRPOError(
         f"there are {prompts} prompts for the {layout.filled} images in {layout.rows} rows of {file}: give one for each image, "
         "one for each row, or one for all."
@@ -389,7 +377,6 @@ class _Read:
     Attributes:
         prompt: of the folder's table, or in the file by `sample`.
         caption: in the file beside it, or in the file by another program.
-        made_of: what `sample` stored.
     """
 
     name: str
@@ -399,7 +386,6 @@ class _Read:
     caption: str | None
     seed: int | None
     metadata: dict
-    made_of: ImageInfo | None
 
 
 def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOptions, promptless: bool) -> ImageSet:
@@ -417,7 +403,7 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOption
             f"{HOW_TO_GIVE_PROMPTS}."
         )
     names, owner = [image.name for image in images], [i for i, of_file in enumerate(read_images) for _ in of_file]
-    if isinstance(prompts, PromptSet) and len(prompts) == len(files) < len(images) and file_column(prompts) is None:
+    if isinstance(prompts, PromptSet) and len(prompts) == len(files) < len(images) and not _names_files(prompts):
         prompts = PromptSet([prompts.prompts[i] for i in owner], [prompts.metadata[i] for i in owner])
     own, captions = [image.prompt for image in images], [image.caption for image in images]
     plain = [None if prompt is None else str(prompt) for prompt in own]  # equal to prompts without its images
@@ -427,7 +413,6 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOption
     cut = [layout for layout in layouts if layout is not None]
     folders = len({file.parent for file in files})
     notes = [
-        *found.notes,
         f"{folder}: {counted(len(files), 'image')} in {counted(folders, 'folder')}" if folders > 1 else "",
         f"{folder}: {counted(len(cut), 'file')} cut into {counted(len(images), 'image')}; the first: {cut[0]}"
         if cut
@@ -442,7 +427,6 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOption
         metadata,
         _stack([folder / image.name for image in images], [image.pixels for image in images]),
         note="\n".join(note for note in notes if note),
-        lacks_sources=_lacks_sources(texts, [image.made_of for image in images]),
     )
 
 
@@ -467,15 +451,8 @@ def _read_found(found: FoundImage, folder: Path, grid: GridOptions) -> tuple[lis
         prompt = found.prompt if found.prompt is not None or made_of is None else made_of.prompt
         knows_seed = found.seed is not None or made_of is None or found.prompt not in (None, made_of.prompt)
         seed = found.seed if knows_seed else made_of.seed
-        read_images.append(_Read(name, label, cell, prompt, caption, seed, found.metadata, made_of))
+        read_images.append(_Read(name, label, cell, prompt, caption, seed, found.metadata))
     return read_images, layout
-
-
-def _lacks_sources(prompts: Sequence[str], cells: Sequence[ImageInfo | None]) -> bool:
-    """Whether an image was made of a prompt with images that are not among these prompts."""
-    return any(
-        cell is not None and cell.had_source and not images_of(prompt) for prompt, cell in zip(prompts, cells, strict=True)
-    )
 
 
 def _check_no_videos(image: Image.Image, file: Path) -> None:

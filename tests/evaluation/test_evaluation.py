@@ -22,7 +22,6 @@ from flow_grpo.cli.evaluate import evaluate as eval_command
 from flow_grpo.cli.options import read_prompt_source
 from flow_grpo.cli.score import score as score_command
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_prompts
@@ -33,7 +32,7 @@ from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.evaluation.image_metrics import BASE_DISTANCE
 from flow_grpo.evaluation.scorecard import TargetResult, build_scorecard, by_prompt
 from flow_grpo.evaluation.targets import ModelTarget, TargetOptions, reference, resolve_targets
-from flow_grpo.image_prompt import ImagePrompt, images_of
+from flow_grpo.image_prompt import images_of
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.weights import load_trained_weights
@@ -460,20 +459,6 @@ def test_a_limit_counts_different_prompts_although_a_file_repeats_them():
     settings = FlowGRPOConfig.from_yaml("tiny_ocr").evaluation
     asked = measure.rows_to_generate(PromptSet(list("aab"), [{}] * 3), settings, 1, 1)
     assert (asked.prompts, len(set(asked.seeds))) == (["a", "a"], 2)
-
-
-def test_edits_are_not_generated_again_without_their_sources(tmp_path):
-    edit = ImagePrompt("make it night", [Image.new("RGB", (8, 8))])
-    cells, images = [ImageInfo(edit, seed, "tiny") for seed in (0, 1)], torch.rand(2, 3, 8, 8)
-    save_grid(tmp_path / "grid.png", images, cells, 2)
-    for i, cell in enumerate(cells):
-        save_image(tmp_path / "single" / f"{i}.png", images[i], cell)
-    settings = FlowGRPOConfig.from_yaml("tiny_ocr").evaluation
-    for source in (tmp_path / "grid.png", tmp_path / "single"):
-        with pytest.raises(ValueError, match="give the file of their prompts by --prompts"):
-            measure.rows_to_generate(read_prompt_source(str(source), None), settings, 1, None)
-        again = measure.rows_to_generate(image_sets.read(source, PromptSet([edit], [{}])), settings, 1, None)
-        assert (again.prompts, again.seeds) == ([edit, edit], [0, 1]), "with the sources they are generated again"
 
 
 def test_a_folder_of_prompts_with_images_is_read_as_prompts_and_one_with_seeds_as_results(tmp_path):
