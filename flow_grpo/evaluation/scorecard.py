@@ -57,7 +57,7 @@ class MetricChange:
     difference: Estimate
     p: float
     p_adjusted: float  # for all tests of the scorecard, by Holm
-    prompts: int  # paired, or 0
+    prompts: int  # paired
     pairs: int  # of images with the same prompt and seed, or 0
 
     @property
@@ -117,7 +117,8 @@ def build_scorecard(results: list[TargetResult], against: dict[str, str]) -> Sco
         target, other = by_name[name], by_name[other_name]
         shared, pairing[name] = _pairing(target, other)
         common = [m for m in target.values if m in other.values and m != BASE_DISTANCE]
-        changes[name] = {m: _change(target, other, m, shared) for m in common}
+        compared = {m: _change(target, other, m, shared) for m in common}
+        changes[name] = {m: change for m, change in compared.items() if change is not None}
     categories = {column: _by_category(results, column) for column in category_columns(results)}
     return Scorecard(results, against, means, changes=_adjusted(changes), pairing=pairing, categories=categories)
 
@@ -167,8 +168,8 @@ class PairedRows(NamedTuple):
     by_seed: bool
 
 
-def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | None, str]:
-    """The paired rows of two targets, None if they share no prompt, and a description of the pairing."""
+def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows, str]:
+    """The paired rows of two targets, none if they share no prompt, and a description of the pairing."""
     rows_by_key, other_rows_by_key = _keys(target), _keys(other)
     both = [key for key in rows_by_key if key in other_rows_by_key and key[1] is not None]
     if both:
@@ -176,17 +177,13 @@ def _pairing(target: TargetResult, other: TargetResult) -> tuple[PairedRows | No
         prompts = counted(len({prompt for prompt, _ in both}), "prompt")
         return PairedRows(rows[0], rows[1], True), f"{prompts}, {counted(len(both), 'pair')} of one prompt and seed"
     shared = set(target.rows.prompts) & set(other.rows.prompts)
-    if not shared:
-        return None, "unpaired: no prompt is in both"
     own, others = ([i for i, prompt in enumerate(t.rows.prompts) if prompt in shared] for t in (target, other))
-    return PairedRows(own, others, False), f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
+    how = f"{counted(len(shared), 'prompt')}, compared by their means: no seed is in both"
+    return PairedRows(own, others, False), how if shared else "not compared: no prompt is in both"
 
 
-def _change(target: TargetResult, other: TargetResult, metric: str, shared: PairedRows | None) -> MetricChange:
-    if shared is None:
-        means, other_means = by_prompt(target, metric), by_prompt(other, metric)
-        test = significance.unpaired([*means.values()], [*other_means.values()])
-        return MetricChange(test.difference, test.p, test.p, prompts=0, pairs=0)
+def _change(target: TargetResult, other: TargetResult, metric: str, shared: PairedRows) -> MetricChange | None:
+    """The difference of a metric; None if no prompt has values on both sides."""
     rows, other_rows, by_seed = shared
     if by_seed:  # pairs with two finite values: a prompt's means are then over the same noise on both sides
         values, other_values = target.values[metric], other.values[metric]
@@ -199,7 +196,7 @@ def _change(target: TargetResult, other: TargetResult, metric: str, shared: Pair
     means, other_means = by_prompt(target, metric, rows), by_prompt(other, metric, other_rows)
     prompts = [prompt for prompt in means if prompt in other_means]
     if not prompts:
-        return MetricChange(Estimate(math.nan, math.nan, math.nan), 1.0, 1.0, prompts=0, pairs=0)
+        return None
     test = significance.paired([means[p] for p in prompts], [other_means[p] for p in prompts])
     return MetricChange(test.difference, test.p, test.p, len(prompts), len(rows) if by_seed else 0)
 

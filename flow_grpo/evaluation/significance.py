@@ -2,14 +2,12 @@
 
 The unit is a prompt: images of one prompt are alike, so that they count as one.
 
-Intervals are closed forms: Wilson's (1927) for a share, Bonett and Price's (2012) for a difference of paired shares, Agresti and Caffo's
-(2000) for one of independent shares, which do not shrink to nothing where all prompts agree; for other values Hall's (1992) transformed t
-interval, which allows for skewness, and Welch's (1947) for a difference of independent means. Fewer than 8 prompts have none, nor have
-equal values that are no shares.
+Intervals are closed forms: Wilson's (1927) for a share, Bonett and Price's (2012) for a difference of paired shares, which do not shrink to
+nothing where all prompts agree; for other values Hall's (1992) transformed t interval, which allows for skewness. Fewer than 8 prompts have
+none, nor have equal values that are no shares.
 
-Tests: where prompts are paired, the signs of their differences are permuted (Fisher, 1935). Independent means are compared by Welch's
-t-test, for which unequal spreads are no difference of means; shares, whose spread is their mean's, by a permutation of the prompts.
-Several tests are adjusted together by Holm (1979). Permutations are seeded, so that the same numbers give the same result.
+The test is of paired prompts: the signs of their differences are permuted (Fisher, 1935). Permutations are seeded, so that the same numbers
+give the same result. Several tests are adjusted together by Holm (1979).
 
 The monitor of a run, which compares evaluations again and again, needs the standard error of a paired difference only.
 """
@@ -24,7 +22,6 @@ from jaxtyping import Float
 
 LEVEL = 0.95
 RESAMPLES = 9999
-MIN_PROMPTS_FOR_TEST = 2  # fewer have no test
 MIN_PROMPTS_FOR_INTERVAL = 8  # fewer have no interval and no standard error
 BATCH_NUMEL = 2_000_000  # numbers that are resampled at once
 
@@ -79,37 +76,28 @@ def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
 
 def paired(values: Sequence[float], base: Sequence[float]) -> MeanDifference:
     """Test whether (P,) values differ from (P,) others of the same prompts."""
+    from scipy import stats
+
     new, old = _finite(values), _finite(base)
     differences = new - old
     mean, n = float(differences.mean()), len(differences)
     if n < MIN_PROMPTS_FOR_INTERVAL:
         interval = _without_interval(mean)
     elif _are_shares(new) and _are_shares(old):
-        better, worse = ((int((differences == sign).sum()) + 1) / (n + 2) for sign in (1, -1))
-        interval = _normal_interval(mean, better - worse, (better + worse - (better - worse) ** 2) / (n + 2))
+        interval = _interval_of_paired_shares(differences)
     else:
         interval = _skewed_interval(differences)
-    return MeanDifference(interval, _permutation_p((differences,), np.mean, "samples"))
-
-
-def unpaired(values: Sequence[float], base: Sequence[float]) -> MeanDifference:
-    """Test whether values of some prompts differ from those of other prompts; their numbers and spreads may differ."""
-    from scipy import stats
-
-    new, old = _finite(values), _finite(base)
-    mean, fewest = float(new.mean() - old.mean()), min(len(new), len(old))
-    if fewest < MIN_PROMPTS_FOR_TEST:
-        return MeanDifference(_without_interval(mean), 1.0)
-    are_shares, interval = _are_shares(new) and _are_shares(old), _without_interval(mean)
-    if are_shares or (not new.std() and not old.std()):  # exchangeable if they are equal
-        if are_shares and fewest >= MIN_PROMPTS_FOR_INTERVAL:
-            interval = _agresti_caffo(mean, new, old)
-        return MeanDifference(interval, _permutation_p((new, old), _difference_of_means, "independent"))
-    welch = stats.ttest_ind(new, old, equal_var=False)
-    if fewest >= MIN_PROMPTS_FOR_INTERVAL:
-        low, high = welch.confidence_interval(LEVEL)
-        interval = Estimate(mean, float(low), float(high))
-    return MeanDifference(interval, float(welch.pvalue))
+    if n == 1:
+        return MeanDifference(interval, 1.0)
+    test = stats.permutation_test(
+        (differences,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=RESAMPLES,
+        batch=max(1, BATCH_NUMEL // n),
+        random_state=np.random.default_rng(0),
+    )
+    return MeanDifference(interval, float(test.pvalue))
 
 
 def paired_difference(values: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
@@ -173,10 +161,13 @@ def _without_interval(mean: float) -> Estimate:
     return Estimate(mean, math.nan, math.nan)
 
 
-def _normal_interval(mean: float, centre: float, variance: float) -> Estimate:
-    """The interval of a difference of shares; `centre` and its variance are of the sample with a few added prompts."""
+def _interval_of_paired_shares(differences: Float[np.ndarray, " P"]) -> Estimate:
+    """Bonett and Price's interval: a prompt is added to those that got better, and one to those that got worse."""
+    n = len(differences) + 2
+    better, worse = ((int((differences == sign).sum()) + 1) / n for sign in (1, -1))
+    centre, variance = better - worse, (better + worse - (better - worse) ** 2) / n
     half = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt(variance)
-    return Estimate(mean, max(-1.0, centre - half), min(1.0, centre + half))
+    return Estimate(float(differences.mean()), max(-1.0, centre - half), min(1.0, centre + half))
 
 
 def _skewed_interval(sample: Float[np.ndarray, " P"]) -> Estimate:
@@ -195,29 +186,3 @@ def _skewed_interval(sample: Float[np.ndarray, " P"]) -> Estimate:
         return 3 / skewness * (float(np.cbrt(1 + skewness * (t - skewness / (6 * n)))) - 1)
 
     return Estimate(mean, mean - spread * untransformed(quantile), mean - spread * untransformed(-quantile))
-
-
-def _agresti_caffo(mean: float, values: Float[np.ndarray, " P"], base: Float[np.ndarray, " Q"]) -> Estimate:
-    new, old = ((float(one.sum()) + 1) / (len(one) + 2) for one in (values, base))
-    return _normal_interval(mean, new - old, new * (1 - new) / (len(values) + 2) + old * (1 - old) / (len(base) + 2))
-
-
-def _difference_of_means(values: np.ndarray, base: np.ndarray, axis: int = -1) -> np.ndarray:
-    return np.mean(values, axis=axis) - np.mean(base, axis=axis)
-
-
-def _permutation_p(samples: tuple[np.ndarray, ...], statistic: object, kind: str) -> float:
-    """The two-sided p-value; 1 for fewer than 2 prompts."""
-    from scipy import stats
-
-    if min(len(sample) for sample in samples) < MIN_PROMPTS_FOR_TEST:
-        return 1.0
-    result = stats.permutation_test(
-        samples,
-        statistic,
-        permutation_type=kind,
-        n_resamples=RESAMPLES,
-        batch=max(1, BATCH_NUMEL // sum(map(len, samples))),
-        random_state=np.random.default_rng(0),
-    )
-    return float(result.pvalue)

@@ -350,11 +350,11 @@ def test_a_pair_needs_a_number_on_both_sides():
     assert scorecard.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
 
 
-def test_other_prompts_are_compared_unpaired_and_that_is_reported():
+def test_targets_without_a_common_prompt_are_not_compared():
     card = build_scorecard([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
-    assert card.pairing["b"] == "unpaired: no prompt is in both"
-    assert card.changes["b"]["m"].prompts == 0
-    assert card.changes["b"]["m"].p == pytest.approx(2 / math.comb(11, 5))
+    assert card.pairing["b"] == "not compared: no prompt is in both"
+    assert (card.changes["b"], card.num_tests) == ({}, 0)
+    assert "b against a: not compared" in scorecard.as_markdown(card)
 
 
 def test_categories_count_alike_whatever_their_size():
