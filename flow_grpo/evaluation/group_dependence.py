@@ -47,17 +47,9 @@ class RewardInputs:
 def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
     """Return whether the first images get other values when scored as one prompt's group than when scored alone.
 
-    False without calling the reward if it is costly or its scope is several images; False also if it cannot score these.
+    False without calling the reward if it is costly or its scope is several images; False also if it can't score these images.
     Its own noise and batch-size rounding are tolerated.
     """
-    try:
-        return _depends_on_group(name, reward, inputs)
-    except ValueError:
-        return False
-
-
-def _depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
-    """As `depends_on_group`. FlowGRPOError if the reward can score these images together, but not one at a time."""
     if reason_not_to_call(name, reward) or len(inputs.prompts) < 2 or scope_of(reward) != IMAGE:
         return False
     rows = list(range(min(NUM_IMAGES, len(inputs.prompts))))
@@ -66,9 +58,9 @@ def _depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -
     # each call gets its own copy of the images, since a reward may write into them
     try:
         together, again = (group.take(rows).score(name, reward) for _ in range(2))
+        alone = torch.cat([group.take([i]).score(name, reward) for i in rows])
     except FlowGRPOError:  # those who scored all images have told of it
         return False
-    alone = torch.cat([group.take([i]).score(name, reward) for i in rows])
     both = torch.cat([together, alone])
     noise, std, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
     tolerance = NOISE_FACTOR * noise + STD_TOLERANCE * std + ROUNDING_TOLERANCE * largest
@@ -90,22 +82,9 @@ def group_dependence_warnings(
     indices = list(images)[:NUM_IMAGES]
     batch = prompts.take(indices, 1)
     inputs = RewardInputs(torch.stack([images[i] for i in indices]), batch.prompts, batch.columns())
-    return group_dependence_of(reward_funcs, inputs, should_stop)
-
-
-def group_dependence_of(
-    reward_funcs: dict[str, rewards.Reward], inputs: RewardInputs, should_stop: Callable[[], bool] = lambda: False
-) -> list[str]:
-    """A sentence for each reward that depends on the other images of its batch, found out on these images, or fails on one alone."""
     with phase(f"scoring {counted(len(inputs.prompts), 'held-out image')} together and alone"):
-        found = (
-            call_interruptibly(partial(_warning, name, reward, inputs), should_stop) for name, reward in reward_funcs.items()
-        )
-        return [warning for warning in found if warning is not None]
-
-
-def _warning(name: str, reward: rewards.Reward, inputs: RewardInputs) -> str | None:
-    try:
-        return f"reward {name}: {GROUP_DEPENDENT}" if _depends_on_group(name, reward, inputs) else None
-    except ValueError as error:
-        return f"{str(error).rstrip('.')}. So it is not known whether its values depend on the other images of a batch."
+        return [
+            f"reward {name}: {GROUP_DEPENDENT}"
+            for name, reward in reward_funcs.items()
+            if call_interruptibly(partial(depends_on_group, name, reward, inputs), should_stop)
+        ]

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,55 +283,49 @@ def as_json(scorecard: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
     targets = {}
     for target in scorecard.results:
         means = {
-            m: {**_numbers(v.estimate), "prompts": v.prompts, "pictures": v.images}
-            for m, v in scorecard.means[target.name].items()
+            m: {**asdict(mean.estimate), "prompts": mean.prompts, "pictures": mean.images}
+            for m, mean in scorecard.means[target.name].items()
         }
         entry: dict[str, Any] = {"what": target.description, "measures": means}
         if target.name in scorecard.against:
-            changes = {
+            entry["against"] = scorecard.against[target.name]
+            entry["pairing"] = scorecard.pairing[target.name]
+            entry["differences"] = {
                 m: {
-                    **_numbers(c.difference),
-                    "p": c.p,
-                    "p_adjusted": c.p_adjusted,
-                    "paired_prompts": c.prompts,
-                    "pairs": c.pairs,
+                    **asdict(change.difference),
+                    "p": change.p,
+                    "p_adjusted": change.p_adjusted,
+                    "paired_prompts": change.prompts,
+                    "pairs": change.pairs,
                 }
-                for m, c in scorecard.changes[target.name].items()
-            }
-            entry |= {
-                "against": scorecard.against[target.name],
-                "pairing": scorecard.pairing[target.name],
-                "differences": changes,
+                for m, change in scorecard.changes[target.name].items()
             }
         targets[target.name] = entry
-    categories = {
-        column: {c: {t: {m: _numbers(e) for m, e in ms.items()} for t, ms in ts.items()} for c, ts in cs.items()}
-        for column, cs in scorecard.categories.items()
-    }
-    prompts = [
-        {
-            "prompt": prompt,
-            "targets": {name: {m: _number(v) for m, v in values.items()} for name, values in by_target.items()},
-        }
-        for prompt, by_target in _of_prompts(scorecard).items()
-    ]
-    interval = {"level": significance.LEVEL, "resamples": significance.RESAMPLES, "tests": scorecard.num_tests}
     overall = {
-        column: {
-            t.name: {m: None if (e := scorecard.macro_average(column, t.name, m)) is None else _numbers(e) for m in t.values}
-            for t in scorecard.results
-        }
+        column: {t.name: {m: scorecard.macro_average(column, t.name, m) for m in t.values} for t in scorecard.results}
         for column in scorecard.categories
     }
+    prompts = [{"prompt": prompt, "targets": by_target} for prompt, by_target in _of_prompts(scorecard).items()]
     content = {
-        "interval": interval,
+        "interval": {"level": significance.LEVEL, "resamples": significance.RESAMPLES, "tests": scorecard.num_tests},
         "targets": targets,
-        "categories": categories,
+        "categories": scorecard.categories,
         "over_categories": overall,
         "prompts": prompts,
     }
     assert not settings.keys() & content.keys()
-    return {**settings, **content}
+    return {**settings, **_json_value(content)}
+
+
+def _json_value(value: Any) -> Any:
+    """A value as JSON has it: an estimate is an object, and a number that is not finite is null."""
+    if isinstance(value, Estimate):
+        return _json_value(asdict(value))
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def as_markdown(scorecard: Scorecard) -> str:
@@ -359,7 +353,9 @@ def as_csv(scorecard: Scorecard) -> str:
         rows = target.rows
         for i in range(len(rows)):
             categories = [rows.metadata[i].get(column) for column in columns]
-            values = [_number(target.values.get(metric, [math.nan] * len(rows))[i]) for metric in scorecard.metrics]
+            values = [
+                _json_value(target.values[metric][i]) if metric in target.values else None for metric in scorecard.metrics
+            ]
             texts = (target.name, rows.labels[i], rows.prompts[i], rows.seeds[i], *categories)
             writer.writerow([*map(escape_formula, texts), *values])
     return file.getvalue()
@@ -441,14 +437,6 @@ def _shown(estimate: Estimate | None, sign: bool = False) -> str:
         return "–"
     width = "" if math.isnan(estimate.half) else f" ± {_score(estimate.half)}"
     return f"{_score(estimate.mean, sign)}{width}"
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _numbers(estimate: Estimate) -> dict[str, float | None]:
-    return {"mean": _number(estimate.mean), "low": _number(estimate.low), "high": _number(estimate.high)}
 
 
 def _span(counts: set[int], noun: str) -> str:

@@ -5,7 +5,7 @@ import torch
 from support import broken_rewards as sick
 from support import sample_rewards as sample
 
-from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group, group_dependence_of
+from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
 
 
 @pytest.mark.parametrize(
@@ -38,18 +38,3 @@ def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
 
     for name in ("human", "judge"):
         assert not depends_on_group(name, asked, RewardInputs(torch.rand(4, 3, 8, 8), list("aabb"), {}))
-
-
-def test_a_reward_that_fails_on_single_images_is_told_once():
-    def only_whole_batches(images, prompts):
-        if len(prompts) == 1:
-            raise RuntimeError("one image alone")
-        return images.mean((1, 2, 3))
-
-    def always(images, prompts):
-        raise RuntimeError("those who scored all images have told of it")
-
-    inputs = RewardInputs(torch.rand(4, 3, 8, 8), list("aabb"), {})
-    (warning,) = group_dependence_of({"whole": only_whole_batches, "flat": sample.flat, "always": always}, inputs)
-    assert "reward whole raised RuntimeError" in warning
-    assert warning.endswith("it is not known whether its values depend on the other images of a batch.")
