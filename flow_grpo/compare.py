@@ -7,6 +7,7 @@ where it was.
 import json
 import math
 import multiprocessing
+import re
 import statistics
 import sys
 from collections.abc import Callable
@@ -16,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.loading import read_json
 from flow_grpo.errors import INTERRUPTED, TEMPORARY, USER_ERROR, FlowGRPOError, RetryableError, is_retryable
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_from_base
 from flow_grpo.figures import new_figure, save_figure
-from flow_grpo.files import MAX_JSON, regular_bytes, write_atomic
+from flow_grpo.files import write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.step_meter import peak_memory
 from flow_grpo.progress import phase, show_phases
@@ -34,6 +35,7 @@ from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted, markdown_table
 
 CURVE, BUDGET = "curve.jsonl", "budget.json"
+SECONDS = {"s": 1, "m": 60}
 Rows = dict[str, dict[str, float | None]]  # by config, then by column
 CONSOLE_COLUMNS = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # the files have all columns
 
@@ -82,23 +84,15 @@ class ComparedRun:
         return Path(self.config).stem
 
     def points(self) -> list[CurvePoint]:
-        """The finished evaluations, up to the first that can't be read."""
-        points: list[CurvePoint] = []
+        """The finished evaluations."""
         file = self.folder / CURVE
-        for line in file.read_bytes().splitlines() if file.is_file() else []:
-            try:
-                point = TypeAdapter(CurvePoint).validate_python(json.loads(line))
-            except (ValueError, RecursionError):  # cut off, or written by another program
-                continue
-            if point.evaluation == len(points):
-                points.append(point)
-        return points
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        return [CurvePoint(**json.loads(line)) for line in lines]
 
     def add(self, point: CurvePoint) -> None:
         """Write a finished evaluation."""
-        write_atomic(
-            self.folder / CURVE, "".join(json.dumps(asdict(curve_point)) + "\n" for curve_point in [*self.points(), point])
-        )
+        lines = [json.dumps(asdict(one)) for one in (*self.points(), point)]
+        write_atomic(self.folder / CURVE, "".join(f"{line}\n" for line in lines))
 
     def settings(self, overrides: list[str]) -> FlowGRPOConfig:
         own = [f"seed={self.seed}", f"output_dir={self.folder}", "keep_checkpoints=3"]
@@ -106,22 +100,12 @@ class ComparedRun:
 
 
 def parse_budget(text: str, evaluations: int) -> Budget:
-    """Parse `120s`, `20m` or `images=5000`."""
-    unit, equals, number = text.partition("=")
-    try:
-        if equals and unit == "images":
-            return Budget(_positive(float(number)), "images", evaluations)
-        if not equals and text.endswith(("s", "m")):
-            return Budget(_positive(float(text[:-1]) * (60 if text.endswith("m") else 1)), "seconds", evaluations)
-    except ValueError:
-        pass
-    raise FlowGRPOError(f"--budget {text} is none of 120s, 20m or images=5000.")
-
-
-def _positive(number: float) -> float:
-    if not 0 < number < math.inf:
-        raise FlowGRPOError
-    return number
+    """Parse `120s`, `20m` or `images=5000`. FlowGRPOError if it is none of them."""
+    images, duration = re.fullmatch(r"images=(\d+)", text), re.fullmatch(r"(\d+\.?\d*)([sm])", text)
+    amount = float(images[1]) if images else float(duration[1]) * SECONDS[duration[2]] if duration else 0.0
+    if amount == 0:
+        raise FlowGRPOError(f"--budget {text} is none of 120s, 20m or images=5000.")
+    return Budget(amount, "images" if images else "seconds", evaluations)
 
 
 def compare(
@@ -266,17 +250,12 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
 
 def _check_budget(file: Path, budget: Budget) -> None:
     """FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
-    if file.exists():
-        try:
-            former = TypeAdapter(Budget).validate_python(json.loads(regular_bytes(file, MAX_JSON)))
-            between = former.until(1)
-        except (ValueError, ArithmeticError, RecursionError) as error:
-            raise FlowGRPOError(f"{file} is damaged: give another folder by --out.") from error
-        if former.unit != budget.unit or not math.isclose(between, budget.until(1)):
-            raise FlowGRPOError(
-                f"{file.parent} was started with {between:g} {former.unit} between evaluations, not {budget.until(1):g} "
-                f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
-            )
+    former = Budget(**read_json(file)) if file.exists() else budget
+    if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):
+        raise FlowGRPOError(
+            f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "
+            f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
+        )
 
 
 def summarize(runs: list[ComparedRun], metric: str, target: float | None) -> Rows:

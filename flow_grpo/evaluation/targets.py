@@ -99,9 +99,7 @@ def resolve_targets(words: list[str], options: TargetOptions, loras: list[str] |
     resolved = [_resolve(word, options) for word in words]
     resolved += [_folder(Path(word), options) if Path(word).is_dir() else _lora(Path(word), options) for word in loras or []]
     _check_duplicates(resolved, everything)
-    short = [target.name for target in resolved]
-    named = [replace(t, name=word) if short.count(t.name) > 1 else t for t, word in zip(resolved, everything, strict=True)]
-    targets = _with_bases(named)
+    targets = _with_bases(resolved)
     return [replace(t, name=name) for t, name in zip(targets, _unique_names([t.name for t in targets]), strict=True)]
 
 

@@ -24,7 +24,6 @@ from support.embedded import short_run, stir, tiny_policy
 from support.fake_run import synthetic_run
 from support.run_contents import MEASURED
 
-from flow_grpo.compare import CURVE, ComparedRun, CurvePoint
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.evaluation.evaluator import Evaluator
 from flow_grpo.files import WriteError, append_line, atomic_folder, write_atomic
@@ -220,20 +219,6 @@ def test_reports_and_curves_are_drawn_of_whatever_rows_there_are(tmp_path):
         page.write([folder], tmp_path / "report.html")
         if number % 5 == 0:
             plot_curves(folder)
-
-
-def test_a_comparison_reads_its_evaluations_up_to_the_first_torn_one(tmp_path):
-    points = [CurvePoint(i, i, 1.0 * i, 8 * i, 0.1, 1.0, 0, {"reward": float("nan") if i == 1 else 0.5}) for i in range(4)]
-    one = ComparedRun("tiny_grpo", 0, tmp_path)
-    for point in points[:3]:
-        one.add(point)
-    assert [point.evaluation for point in one.points()] == [0, 1, 2]
-    lines = (tmp_path / CURVE).read_text().splitlines()
-    for torn in (lines[1][:30], "[]", '{"evaluation": 1}', lines[1].replace("8", '"many"'), "\ufeff"):
-        (tmp_path / CURVE).write_text("\n".join([lines[0], torn, lines[2]]))
-        assert [point.evaluation for point in one.points()] == [0]
-    one.add(points[1])
-    assert [point.evaluation for point in one.points()] == [0, 1], "what came after is done anew"
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
