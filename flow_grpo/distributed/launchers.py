@@ -3,7 +3,6 @@
 That is which process this is, whether they restart it, and their command. A rank ends with its launcher, also after kill -9.
 """
 
-import ctypes
 import functools
 import logging
 import os
@@ -14,11 +13,9 @@ import sys
 import threading
 import time
 import zlib
+from contextlib import suppress
 from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import psutil
+from typing import TYPE_CHECKING, Any
 
 from flow_grpo.errors import INTERRUPTED, PEER_LOST, TEMPORARY, USER_ERROR, FlowGRPOError
 
@@ -26,15 +23,24 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 LAUNCHER = "FLOW_GRPO_LAUNCHER"  # process id of our own launcher, in the environment of its ranks
-PR_SET_PDEATHSIG = 1
+
+
+def number_in_environment(name: str, default: str, lowest: float, highest: float, kind: type = int) -> Any:
+    """A number from the environment. FlowGRPOError if it is none, or out of range."""
+    given = os.environ.get(name, default)
+    with suppress(ValueError):
+        if lowest <= (number := kind(given)) <= highest:
+            return number
+    raise FlowGRPOError(
+        f"{name}={given} in the environment should be a number from {lowest} to {highest}: set it, or unset it."
+    )
 
 
 def end_with_launcher() -> None:
     """End this process within a second of its launcher's end, if a launcher started it.
 
     A rank's parent is torch's elastic agent, which torchrun, `accelerate launch` and `--num-processes` run within their own process.
-    On Linux the kernel kills the rank. Elsewhere a thread polls the parent's id. Not tested on macOS; on Windows a process keeps
-    the id of a parent that has ended, so this does nothing there.
+    Not tested on macOS; on Windows a process keeps the id of a parent that has ended, so this does nothing there.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(int(os.environ.get(LAUNCHER, os.getppid())))
@@ -42,9 +48,6 @@ def end_with_launcher() -> None:
 
 @functools.cache
 def _end_with(launcher: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)
@@ -112,22 +115,14 @@ def restarts() -> bool:
 
 
 def go_on(resume: str = "--resume auto") -> str:
-    """The command that goes on with this run: the launcher's own where one is known, with `--resume`."""
+    """The command that goes on with this run; in a process of a launcher, what to add to the launcher's."""
     if "flow_grpo.cli.app" not in sys.modules:
         return f'train(resume="{AUTO}")'
+    if "RANK" in os.environ:
+        return f"the same command and {resume}"
     words = ["flow-grpo", *sys.argv[1:]]
-    if launcher := os.environ.get(LAUNCHER) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid()):
-        words = _readable(psutil.Process(int(launcher)).cmdline())
-    elif "RANK" in os.environ:
-        words = ["...", *words]  # srun or mpirun, which is not a parent of all its processes
     resumes = any(word.startswith("--resume") for word in words)
-    return shlex.join(words if resumes else [*words, *resume.split()]).replace("'...'", "...")
-
-
-def _readable(words: list[str]) -> list[str]:
-    """A command line without its interpreter, unless that is asked to run a module."""
-    is_script = len(words) > 1 and Path(words[0]).name.startswith("python") and not words[1].startswith("-")
-    return [Path(words[1]).name, *words[2:]] if is_script else [Path(words[0]).name, *words[1:]]
+    return shlex.join(words if resumes else [*words, *resume.split()])
 
 
 # As `python -m flow_grpo`, but a folder flow_grpo/ in the working folder does not hide the package.

@@ -5,10 +5,7 @@ in minutes. Rank 0 reads the counters of all, the others read that of rank 0. An
 """
 
 import json
-import math
 import os
-import queue
-import re
 import signal
 import socket
 import sys
@@ -26,8 +23,8 @@ from typing import Any
 import psutil
 import torch
 
-from flow_grpo.distributed.launchers import LAUNCHER, go_on
-from flow_grpo.errors import PEER_LOST, FlowGRPOError, PeerLost, RetryableError
+from flow_grpo.distributed.launchers import LAUNCHER, go_on, number_in_environment
+from flow_grpo.errors import PEER_LOST, PeerLost, RetryableError
 from flow_grpo.text import first_line
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo: the network interface that it uses
@@ -38,15 +35,8 @@ GRACE = 30.0  # seconds that a process has to save and end by itself when a peer
 
 
 def patience() -> float:
-    """Seconds that processes wait for each other to appear, and for a sign of life. FlowGRPOError if the variable is no such number."""
-    given = os.environ.get(PATIENCE, "300")
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise FlowGRPOError(f"{PATIENCE}={given} should be a number of seconds above 0, such as 300.")
-    return seconds
+    """Seconds that processes wait for each other to appear, and for a sign of life."""
+    return number_in_environment(PATIENCE, "300", 0.1, 1_000_000, kind=float)
 
 
 @dataclass
@@ -89,6 +79,8 @@ class Peers:
         self.is_leaving = True
         self._wake.set()
         self._told.wait(3 * BEAT)
+        if self.rank == 0 and len(set(self.hosts)) > 1:
+            time.sleep(2 * BEAT)  # the store ends with this process, and the others read it once in a beat
 
     def wait_for_all(self) -> None:
         """Wait until all processes have come to this point, or raise PeerLost if one of them has failed or is gone."""
@@ -144,18 +136,14 @@ class Peers:
             while not self._closed.is_set():
                 self._wake.clear()
                 beat += 1
+                is_last = bool(self._sign or self.end)
                 self._write(self._sign or str(beat))
                 self._read()
-                if self._sign or (self.end is not None and self.end.rank == self.rank and self._are_told()):
+                if is_last:
                     self._told.set()
                 self._wake.wait(BEAT)
         self._limit = min(self._limit, SOON)
         self._told.set()
-
-    def _are_told(self) -> bool:
-        """Whether the store may end, with rank 0, without leaving another host in the dark about this process's error."""
-        others = [f"told/{rank}" for rank, host in enumerate(self.hosts) if rank != 0 and host != self.hosts[0]]
-        return self.rank != 0 or all(self._store.check([other]) for other in others)
 
     def _write(self, sign: str) -> None:
         self._store.set(f"sign/{self.rank}", sign)
@@ -170,9 +158,8 @@ class Peers:
             if sign != self._last[rank]:
                 self._silence[rank], self._last[rank] = 0.0, sign
         if self.end is None and (end := self._get("end")):
-            rank, error = json.loads(end)
-            self.end = End(rank, error)
-            self._store.set(f"told/{self.rank}", "1")
+            rank, sentence = json.loads(end)
+            self.end = End(rank, sentence)
         if self._get("broken"):
             self._limit = min(self._limit, SOON)
 
@@ -225,23 +212,23 @@ def meet(rank: int, world_size: int) -> Peers:
     Raises:
         FlowGRPOError: MASTER_PORT is no port, or as RetryableError: they don't meet within `patience()` seconds.
     """
-    address, given = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
-    port = int(given) if re.fullmatch("[0-9]{1,5}", given) else 0
-    if not 0 < port < 2**16:
-        raise FlowGRPOError(f"MASTER_PORT={given} in the environment is no port: set a number from 1 to 65535.")
+    address, port = os.environ.get("MASTER_ADDR", "localhost"), number_in_environment("MASTER_PORT", "29500", 1, 2**16 - 1)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
         store = _connect(address, port, is_server=rank == 0 and not agent_has_store)
         reached = _route(address, port)[0]
-        name, hosts, reached = _gather_hosts(store, world_size, reached) if rank == 0 else _join(store, rank, reached)
+        name = _begin_round(store, world_size, reached) if rank == 0 else _join_round(store, rank, reached)
+        hosts, missing, reached = json.loads(store.get(f"{name}/hosts"))
+        if missing:
+            raise TimeoutError(
+                f"without rank {missing} after {patience():.0f} s, only with those on {', '.join(sorted(set(hosts)))}"
+            )
         # a process that waits in the store's get, as NCCL does, keeps the connection to itself
         own = torch.distributed.PrefixStore(f"{name}/peers", _connect(address, port))
     except (RuntimeError, TimeoutError) as error:
-        is_known = _route(address, port)[0]
-        reason = first_line(error).rstrip(".") if is_known else "no such host is known here"
         raise RetryableError(
-            f"the {world_size} processes of the run don't meet at {address}:{port} ({reason}): set MASTER_PORT to a port "
-            "that no other program uses, and MASTER_ADDR to the machine of rank 0."
+            f"the {world_size} processes of the run don't meet at {address}:{port} ({first_line(error).rstrip('.')}): set "
+            "MASTER_PORT to a port that no other program uses, and MASTER_ADDR to the machine of rank 0."
         ) from error
     if interface := _interface(_route(reached, port)[1]):
         os.environ.setdefault(INTERFACE, interface)
@@ -249,27 +236,11 @@ def meet(rank: int, world_size: int) -> Peers:
 
 
 def _connect(address: str, port: int, is_server: bool = False) -> Any:
-    """A connection to the store, in a thread: torch waits for ever for another program that has the port and says nothing."""
-    found: queue.Queue[Any] = queue.Queue()
-
-    def connect() -> None:
-        try:
-            timeout = timedelta(seconds=patience())
-            store = torch.distributed.TCPStore(
-                address, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
-            )
-            found.put(store)
-        except (RuntimeError, TimeoutError) as error:
-            found.put(error)
-
-    threading.Thread(target=connect, name="store", daemon=True).start()
-    try:
-        result = found.get(timeout=2 * patience())
-    except queue.Empty:
-        raise TimeoutError("what listens there is no store of torch") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+    """A connection to the store."""
+    timeout = timedelta(seconds=patience())
+    return torch.distributed.TCPStore(
+        address, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
 
 
 def _route(host: str, port: int) -> tuple[str, str]:
@@ -288,13 +259,18 @@ def _interface(address: str) -> str | None:
     return next((name for name, its in found if address in (one.address.partition("%")[0] for one in its)), None)
 
 
-def _gather_hosts(store: Any, world_size: int, reached: str) -> tuple[str, list[str], str]:
-    """The name of the round, the host of each rank, and the address by which other machines reach that of rank 0; of rank 0.
+def _begin_round(store: Any, world_size: int, reached: str) -> str:
+    """Answer all other processes, and show them who is there and how other machines reach this one; on rank 0.
 
     A machine may know itself by a loopback address, as after Debian's installer, which no other machine can reach.
+
+    Args:
+        reached: the address by which this process reaches rank 0.
+
+    Returns:
+        The name of the round.
     """
-    name, hosts = uuid.uuid4().hex, {0: socket.gethostname()}
-    addresses = {0: reached}
+    name, hosts, addresses = uuid.uuid4().hex, {0: socket.gethostname()}, {0: reached}
     others = range(1, world_size)
 
     def answered() -> bool:
@@ -309,30 +285,18 @@ def _gather_hosts(store: Any, world_size: int, reached: str) -> tuple[str, list[
     missing = [rank for rank in others if not store.check([f"{name}/here/{rank}"])]
     named = [hosts[rank] for rank in range(world_size) if rank not in missing]
     outer = [found for _, found in sorted(addresses.items()) if found and not ip_address(found).is_loopback]
-    reached = [*outer, reached][0]
-    store.set(f"{name}/hosts", json.dumps([named, missing, reached]))
-    return name, _all_here(named, missing), reached
+    store.set(f"{name}/hosts", json.dumps([named, ", ".join(map(str, missing)), [*outer, reached][0]]))
+    return name
 
 
-def _join(store: Any, rank: int, reached: str) -> tuple[str, list[str], str]:
-    """The same, of the other ranks."""
+def _join_round(store: Any, rank: int, reached: str) -> str:
+    """Greet rank 0 until it answers; the same, on the other ranks."""
     word = uuid.uuid4().hex
     store.set(f"hello/{rank}", json.dumps([word, socket.gethostname(), reached]))
     _wait(lambda: store.check([f"answer/{word}"]), "rank 0 does not answer")
     name = store.get(f"answer/{word}").decode()
     store.set(f"{name}/here/{rank}", "1")
-    _wait(lambda: store.check([f"{name}/hosts"]), "rank 0 does not answer")
-    hosts, missing, reached = json.loads(store.get(f"{name}/hosts"))
-    return name, _all_here(hosts, missing), reached
-
-
-def _all_here(hosts: list[str], missing: list[int]) -> list[str]:
-    if missing:
-        numbers = ", ".join(map(str, missing))
-        raise TimeoutError(
-            f"without rank {numbers} after {patience():.0f} s, only with those on {', '.join(sorted(set(hosts)))}"
-        )
-    return hosts
+    return name
 
 
 def _wait(condition: Callable[[], bool], reason: str) -> None:
@@ -341,17 +305,3 @@ def _wait(condition: Callable[[], bool], reason: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{reason} within {patience():.0f} s")
         time.sleep(0.1)
-
-
-def peers_of_found_group() -> Peers | None:
-    """The peers in a process group that somebody else made; None if it has no store that other connections can use."""
-    store = torch.distributed.distributed_c10d._get_default_store()
-    while isinstance(store, torch.distributed.PrefixStore):
-        store = store.underlying_store
-    world_size = torch.distributed.get_world_size()
-    seen: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(seen, (uuid.uuid4().hex, socket.gethostname()))
-    if not isinstance(store, torch.distributed.TCPStore):
-        return None
-    own = torch.distributed.PrefixStore(f"{seen[0][0]}/peers", _connect(store.host, store.port))
-    return Peers(torch.distributed.get_rank(), [host for _, host in seen], own)

@@ -5,7 +5,6 @@ are too few of them and nothing needs it whole. All processes hold the same adap
 their rows differ. So a run does not depend on the number of processes, up to the order in which numbers are added.
 """
 
-import os
 import socket
 import time
 import traceback
@@ -18,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from flow_grpo.distributed.launchers import adopt, end_with_launcher
-from flow_grpo.distributed.peers import Peers, meet, peers_of_found_group
+from flow_grpo.distributed.launchers import adopt, end_with_launcher, number_in_environment
+from flow_grpo.distributed.peers import Peers, meet
 from flow_grpo.errors import FlowGRPOError, Interrupted, PeerLost, RetryableError, is_retryable
 from flow_grpo.text import first_line
 
@@ -45,35 +44,28 @@ class Processes:
         stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
     """
 
-    joined: "Processes | None" = None  # the several processes that this one has joined
-    met: "Processes | None" = None  # those that it has met, before it joins them
+    current: "Processes | None" = None  # those that this process has met, until it leaves them
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
         self.stop_requested = False
         self.peers: Peers | None = None
-        self._is_found = False
 
     @classmethod
     def from_environment(cls, device: str | None = None) -> "Processes":
         """Join the processes that the launcher's environment names, each on its own device. The process ends with the launcher.
 
-        A second call returns those that the first one joined. A process group that is there already is used as it is.
+        A second call returns those that the first one joined. A process group that is there already is used as it is; whoever made it
+        ends all processes if one fails.
 
         Raises:
             FlowGRPOError: the processes can't connect.
         """
-        if cls.joined is not None:
-            return cls.joined
-        is_found = torch.distributed.is_initialized()
-        if (torch.distributed.get_world_size() if is_found else cls.meet().world_size) < 2:
+        processes = cls.meet()
+        if processes.world_size < 2:
             return cls(device=device)
-        end_with_launcher()  # also of a group that is there
-        cpu = device == "cpu" or not torch.cuda.is_available()
-        processes = cls._join(cpu) if is_found else cls._join_met(cls.meet(), cpu)
-        if is_found:
-            processes.peers = peers_of_found_group()
-        processes._is_found, cls.joined = is_found, processes
+        if processes.value_group is None:
+            processes._join(cpu=device == "cpu" or not torch.cuda.is_available())
         return processes
 
     @classmethod
@@ -85,40 +77,41 @@ class Processes:
         Raises:
             FlowGRPOError: they don't meet, or the environment names none.
         """
-        if cls.met is None:
-            rank, world_size = _place_in_environment()
-            if world_size < 2:
-                return cls()
+        if cls.current is not None:
+            return cls.current
+        is_found = torch.distributed.is_initialized()
+        rank, world_size = (
+            (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_found else _place_in_environment()
+        )
+        processes = cls(rank, world_size)
+        if world_size > 1:
             end_with_launcher()
-            met = cls(rank, world_size)
-            met.peers = meet(rank, world_size)
-            cls.met = met
-        return cls.met
-
-    @classmethod
-    def _join_met(cls, met: "Processes", cpu: bool) -> "Processes":
-        cls.met, peers, rank, world_size = None, met.peers, met.rank, met.world_size
-        assert peers is not None
-        peers.wait_for_all()  # the group's own way to wait knows nothing of failures
-        try:
-            processes = cls._join(cpu, store=peers.store, rank=rank, world_size=world_size, timeout=DEVICE_TIMEOUT)
-        except RuntimeError as error:
-            peers.tell(error)
-            raise RetryableError(
-                f"the {world_size} processes on {', '.join(sorted(set(peers.hosts)))} can't connect ({first_line(error)}): set "
-                "GLOO_SOCKET_IFNAME to the network interface by which they reach each other."
-            ) from error
-        processes.peers = peers
-        peers.store.set_timeout(DEVICE_TIMEOUT)  # NCCL connects later
+            processes.peers = None if is_found else meet(rank, world_size)
+            cls.current = processes
         return processes
 
-    @classmethod
-    def _join(cls, cpu: bool, **group: Any) -> "Processes":
+    def _join(self, cpu: bool) -> None:
+        """Connect to the processes that this one has met."""
         from accelerate import PartialState
 
-        state = PartialState(cpu=cpu, **group)
-        value_group = torch.distributed.new_group(backend="gloo", timeout=VALUE_TIMEOUT)
-        return cls(torch.distributed.get_rank(), torch.distributed.get_world_size(), str(state.device), value_group)
+        if self.peers is None:
+            state = PartialState(cpu=cpu)
+        else:
+            self.peers.wait_for_all()  # the group's own way to wait knows nothing of failures
+            store = self.peers.store
+            try:
+                state = PartialState(
+                    cpu=cpu, store=store, rank=self.rank, world_size=self.world_size, timeout=DEVICE_TIMEOUT
+                )
+            except RuntimeError as error:
+                self.peers.tell(error)
+                raise RetryableError(
+                    f"the {self.world_size} processes on {', '.join(sorted(set(self.peers.hosts)))} can't connect "
+                    f"({first_line(error)}): set GLOO_SOCKET_IFNAME to the network interface by which they reach each other."
+                ) from error
+            store.set_timeout(DEVICE_TIMEOUT)  # NCCL connects later
+        self.device = str(state.device)
+        self.value_group = torch.distributed.new_group(backend="gloo", timeout=VALUE_TIMEOUT)
 
     @contextmanager
     def together(self, to_the_end: bool = False) -> Iterator[None]:
@@ -193,11 +186,6 @@ class Processes:
         """The values of all processes, by rank. Every process must call this."""
         if self.world_size == 1:
             return [value]
-        if Processes.joined is not self:
-            raise FlowGRPOError(
-                "the processes of the run have parted at the end of train(): what they do together after it needs a process group of "
-                "your own, made before by torch.distributed.init_process_group()."
-            )
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, self.value_group)
         return values
@@ -240,15 +228,16 @@ class Processes:
 
     def destroy(self) -> None:
         """Leave the process group at the end of a run, and destroy it if it was made for it."""
-        if Processes.joined is not self:
+        if Processes.current is not self or self.value_group is None:
             return
-        Processes.joined = None
+        Processes.current = None
+        is_found = self.peers is None
         if self.peers is not None:
             self.peers.leave()
         # with torch 2.6 this hangs where a thread of gloo still waits for the GIL after its last message
         time.sleep(0.2)
-        torch.distributed.destroy_process_group(self.value_group if self._is_found else None)
-        if not self._is_found:
+        torch.distributed.destroy_process_group(self.value_group if is_found else None)
+        if not is_found:
             from accelerate import PartialState
 
             PartialState._reset_state()  # it would take the group for one that is there
@@ -340,21 +329,8 @@ def shared_microbatch(
 def _place_in_environment() -> tuple[int, int]:
     """Rank and number of processes, as the launcher has set them."""
     adopt()
-    rank, world_size = (_whole_number(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
-    if not 0 <= rank < max(world_size, 1):
-        raise FlowGRPOError(
-            f"RANK={rank}, but WORLD_SIZE={world_size} processes have the ranks 0 to {world_size - 1}: start them by torchrun, "
-            "`accelerate launch` or --num-processes, or unset RANK and WORLD_SIZE."
-        )
-    return rank, world_size
-
-
-def _whole_number(name: str, default: str) -> int:
-    """An environment variable of a launcher."""
-    value = os.environ.get(name, default)
-    if not value.isascii() or not value.isdecimal():
-        raise FlowGRPOError(f"{name}={value} in the environment is no number: start processes by torchrun, or unset it.")
-    return int(value)
+    world_size = number_in_environment("WORLD_SIZE", "1", 1, 1_000_000)
+    return number_in_environment("RANK", "0", 0, world_size - 1), world_size
 
 
 def is_peer_lost(error: RuntimeError) -> bool:

@@ -278,7 +278,7 @@ ROWS: dict[str, Row] = {
     "wrong address on node2": Row(MISSING, "don't meet at ", before=lambda lab: lab.hosts[1].knows({"node1": "10.0.0.77"})),
     "node2 does not start": Row(MISSING, r"without rank 1 after \d+ s", starts=(0,)),
     "node1 does not start": Row(MISSING, "don't meet at ", starts=(1,)),
-    "taken port": Row(2 * PATIENCE, "set MASTER_PORT", before=taken_port, environment={"MASTER_PORT": str(PORT)}),
+    "taken port": Row(AT_ONCE, "set MASTER_PORT", before=taken_port, gone=(1,), environment={"MASTER_PORT": str(PORT)}),
     "config is not there on node2": Row(AT_ONCE, "missing.yaml", words={1: ["MISSING"]}),
     "config is not there on node1": Row(AT_ONCE, "missing.yaml", words={0: ["MISSING"]}),
     "config is not there on node2, torchrun": Row(AT_ONCE, "missing.yaml", words={1: ["MISSING"]}, start=STATIC),

@@ -128,8 +128,8 @@ def _rank(rank, folder):
     """The gradients of one process of two, with its own images' advantages, kept and replayed."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    Processes.joined = Processes(rank, 2)
-    found = [updated(keep, OF_RANKS[rank], processes=Processes.joined, microbatch=3)[1] for keep in (True, False)]
+    processes = Processes(rank, 2)
+    found = [updated(keep, OF_RANKS[rank], processes=processes, microbatch=3)[1] for keep in (True, False)]
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
