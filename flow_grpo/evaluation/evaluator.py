@@ -39,7 +39,7 @@ class Evaluator:
         last_step: of the run.
 
     Attributes:
-        recorder: keeps evaluations in the run folder; on the main process of a run that trains.
+        samples: writes images and values to the run folder; on the main process of a run that trains.
     """
 
     def __init__(
@@ -57,21 +57,20 @@ class Evaluator:
         self.policy, self.settings, self.prompts, self.rewards = policy, settings, prompts, rewards
         self.processes = processes
         self.folder, self.model, self.last_step = folder, model, last_step
-        self.recorder: EvaluationRecorder | None = None
+        self.samples: SampleRecorder | None = None
 
     def start_recording(self) -> None:
         """Keep the evaluations of the run from here on. On the main process."""
-        self.recorder = EvaluationRecorder(self.folder, self.settings, self.model, self.last_step)
+        self.samples = SampleRecorder(self.folder)
 
     def evaluate(self, microbatch: int) -> Evaluation:
         """Generate the held-out images with the averaged weights, and measure them. Every process must call it."""
         settings = self.settings
-        if self.prompts is None:
-            raise FlowGRPOError("there are no held-out prompts: set evaluation.prompts.")
+        prompts = self._held_out
         with self.policy.ema.applied(), self.policy.without_zero_lora():
             return evaluate(
                 self.policy.with_guidance(settings.guidance),
-                self.prompts,
+                prompts,
                 self.rewards,
                 base=self.policy.base_model,
                 steps=settings.steps,
@@ -87,14 +86,23 @@ class Evaluator:
         started = time.perf_counter()
         evaluation = self.evaluate(microbatch)
         seconds = time.perf_counter() - started
-        history = self._record(step, evaluation) if self.recorder else []
+        history = self._record(step, evaluation, self.samples) if self.samples else []
         if self.processes.all_gather(bool(history) and hacking.best_step(history) == step)[0]:
             save_best()  # before the metrics name it
         warnings = self.processes.gather_or_raise(
             lambda: self._reward_warnings(step, evaluation), (FlowGRPOError, Interrupted)
         )[0]
-        if self.recorder:
-            self._log(step, evaluation, history, seconds, tracker)
+        if self.samples:
+            images = self.samples.preview_images(step, self._held_out.prompts)
+            tracker.log_evaluation(
+                step, self._means(evaluation), {**hacking.metrics(history), "time/evaluation": seconds}, images
+            )
+            has_best_weights = (
+                self.folder / layout.BEST
+            ).is_dir()  # not if it was resumed from before, and is no better since
+            best = hacking.best_step(history) if has_best_weights else None
+            for name, sentence in hacking.warnings(history, best).items():
+                tracker.warn(step, sentence, fallen=name)
             for warning in warnings:
                 tracker.warn(step, warning)
 
@@ -106,7 +114,7 @@ class Evaluator:
         scores, batch = experience.scores, experience.batch
         if scores is None:
             return
-        parts = self.processes.all_gather((self.recorder is not None, batch.group, batch.image, scores.total))
+        parts = self.processes.all_gather((self.samples is not None, batch.group, batch.image, scores.total))
         is_recorded, *of_rows = zip(*parts, strict=True)
         if not is_recorded[0]:
             return
@@ -121,79 +129,41 @@ class Evaluator:
         mine = {key: row for row, key in enumerate(local) if any(key in keys for keys in shown)}
         images = group_images(experience, mine, lambda latents, count: to_bytes(self.policy.decode(latents, count)))
         pictures = self.processes.gather_on_main(images)
-        if self.recorder:
+        if self.samples:
             found = {key: picture for part in pictures for key, picture in part.items()}
             size = int((group == group[0]).sum())
-            self.recorder.samples.save_groups(step, [[found[key] for key in keys] for keys in shown], size)
+            self.samples.save_groups(step, [[found[key] for key in keys] for keys in shown], size)
 
-    def _record(self, step: int, evaluation: Evaluation) -> list[hacking.EvaluationRecord]:
-        """Keep an evaluation. Returns the run's evaluations so far."""
-        assert self.recorder
-        assert self.prompts
+    @property
+    def _held_out(self) -> PromptSet:
+        if self.prompts is None:
+            raise FlowGRPOError("there are no held-out prompts: set evaluation.prompts.")
+        return self.prompts
+
+    def _record(self, step: int, evaluation: Evaluation, samples: SampleRecorder) -> list[hacking.EvaluationRecord]:
+        """Keep an evaluation and its images. Returns the run's evaluations so far."""
+        prompts = self._held_out.prompts
         trained = {name: weight for name, weight in self.rewards.weights.items() if weight}
-        return self.recorder.save(step, evaluation, self.prompts.prompts, trained)
+        seeds = [image_seed(SEED, i) for i in range(len(prompts))]
+        kept = samples.save_evaluation(step, evaluation, prompts, seeds, trained)
+        if step in (0, self.last_step):
+            save_before_after(self.folder, step == 0, evaluation.images, prompts[:NUM_PREVIEWS], model=self.model)
+        return hacking.read_history(kept)
 
     def _reward_warnings(self, step: int, evaluation: Evaluation) -> list[str]:
         """At the first evaluation, a sentence for each reward whose held-out values mean nothing."""
-        if step > 0 or not self.recorder:
+        if step > 0 or not self.samples:
             return []
-        assert self.prompts
-        return group_dependence_warnings(self.rewards.rewards, self.prompts, evaluation.images, self.processes.should_stop)
+        should_stop = self.processes.should_stop
+        return group_dependence_warnings(self.rewards.rewards, self._held_out, evaluation.images, should_stop)
 
-    def _log(
-        self,
-        step: int,
-        evaluation: Evaluation,
-        history: list[hacking.EvaluationRecord],
-        seconds: float,
-        tracker: Tracker,
-    ) -> None:
-        assert self.recorder
-        assert self.prompts
+    def _means(self, evaluation: Evaluation) -> dict[str, float]:
+        """The mean of each measure, and of the reward in each prompt set."""
         by_set = {
             f"reward/{name}": evaluation.values["reward"][rows].nanmean().item()
-            for name, rows in rows_by_set(self.prompts.metadata).items()
+            for name, rows in rows_by_set(self._held_out.metadata).items()
         }
-        more = {**hacking.metrics(history), "time/evaluation": seconds}
-        tracker.log_evaluation(
-            step, {**evaluation.means(), **by_set}, more, self.recorder.samples.preview_images(step, self.prompts.prompts)
-        )
-        best = hacking.best_step(history) if self.recorder.has_best_weights else None
-        for name, sentence in hacking.warnings(history, best).items():
-            tracker.warn(step, sentence, fallen=name)
-
-
-class EvaluationRecorder:
-    """Keeps the evaluations of a run. On the main process.
-
-    Attributes:
-        samples: writes the images.
-    """
-
-    def __init__(self, folder: Path, settings: EvaluationConfig, model: str, last_step: int) -> None:
-        self.folder, self.settings, self.model, self.last_step = folder, settings, model, last_step
-        self.samples = SampleRecorder(folder)
-
-    @property
-    def has_best_weights(self) -> bool:
-        """Whether the run keeps the weights of its best evaluation. Not if it was resumed from before that one and has no better since."""
-        return (self.folder / layout.BEST).is_dir()
-
-    def save(
-        self, step: int, evaluation: Evaluation, prompts: list[str], weights: dict[str, float]
-    ) -> list[hacking.EvaluationRecord]:
-        """Keep an evaluation and its images; returns all evaluations so far.
-
-        Args:
-            prompts: the held-out ones.
-            weights: of the rewards that the run trains on.
-        """
-        seeds = [image_seed(SEED, i) for i in range(len(prompts))]
-        kept = self.samples.save_evaluation(step, evaluation, prompts, seeds, weights)
-        if step in (0, self.last_step):
-            first = prompts[:NUM_PREVIEWS]
-            save_before_after(self.folder, step == 0, evaluation.images, first, model=self.model)
-        return hacking.read_history(kept)
+        return {**evaluation.means(), **by_set}
 
 
 def save_before_after(folder: Path, is_before: bool, images: dict[int, Tensor], prompts: list[str], model: str) -> None:

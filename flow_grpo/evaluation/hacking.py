@@ -99,18 +99,14 @@ def detect_drops(history: list[EvaluationRecord]) -> dict[str, Drop]:
     drops: dict[str, Drop] = {}
     for name in now.watched:
         values = [r.watched.get(name, []) for r in history]
-        risen = _first_riser(rises, name, len(earlier))
-        is_fall = is_significant_fall(_table(values), len(now.watched)).tolist()
-        sizes = [_root_mean_square(before) for before in values[:-1]]
-        losses = [paired_difference(before, values[-1])[0] for before in values[:-1]]
-        share = image_drops.get(name, REWARD_DROP)
-        found = [
-            (losses[j], Drop(earlier[j].step, losses[j] / (sizes[j] or losses[j]), risen[j]))
-            for j in range(len(earlier))
-            if risen[j] and is_fall[j] and losses[j] > share * sizes[j]
-        ]
-        if found:
-            drops[name] = max(found, key=lambda pair: pair[0])[1]
+        is_fall = is_significant_fall(_table(values), len(now.watched))
+        share, largest = image_drops.get(name, REWARD_DROP), 0.0
+        for j, before in enumerate(values[:-1]):
+            risen = next((other for other, has_risen in rises.items() if has_risen[j] and other != name), None)
+            loss, size = paired_difference(before, values[-1])[0], _root_mean_square(before)
+            if risen is not None and is_fall[j] and loss > max(share * size, largest):
+                largest = loss
+                drops[name] = Drop(earlier[j].step, loss / (size or loss), risen)
     return drops
 
 
@@ -133,12 +129,6 @@ def _has_risen(values: list[list[float]]) -> list[bool]:
     gain, error = paired_difference(values[-1], values[0])
     now = finite_mean(values[-1])
     return [gain > NUM_STANDARD_ERRORS * error and now >= finite_mean(before) for before in values[:-1]]
-
-
-def _first_riser(rises: dict[str, list[bool]], fallen: str, count: int) -> list[str]:
-    """For each of `count` evaluations a reward that has risen since, other than the one that fell; "" if none has."""
-    others = {name: risen for name, risen in rises.items() if name != fallen}
-    return [next((name for name, risen in others.items() if risen[j]), "") for j in range(count)]
 
 
 def _table(values: list[list[float]]) -> Float[np.ndarray, "K P"]:
