@@ -1,11 +1,11 @@
 """Prompt sets, mixtures of several, each with rewards of its own, and the sampling of P prompts x G images for each training step."""
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from flow_grpo.config.sections import PromptSetConfig
 from flow_grpo.data.prompt_files import COLUMNS, DERIVED, IMAGE_COLUMN, Table, prompt_columns, read_images
 from flow_grpo.data.prompt_sources import FILE_NAME, read_items, read_source
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
+from flow_grpo.image_prompt import prompt_key, with_images
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
@@ -152,17 +152,21 @@ def load_prompts(source: Prompts, image_column: str = IMAGE_COLUMN) -> PromptSet
 
 def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
     """The prompts of a table, with their images and metadata."""
-    column = _prompt_column(table, name)
-    clash = next((reserved for reserved in RESERVED_COLUMNS if reserved in table.columns and reserved != column), None)
-    if clash is not None:
-        raise FlowGRPOError(
-            f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
-        )
-    image_column = table.image_column or image_column
+    column, image_column = _prompt_column(table, name), table.image_column or image_column
     is_caption = column.lower() not in COLUMNS  # of the image beside it
-    images = [()] * len(table.rows) if is_caption else _images_of(table, name, image_column)
+    has_images = image_column in table.columns and not is_caption
+    reserved = {*RESERVED_COLUMNS, *(DERIVED if has_images else ())} - {column, image_column}
+    _check_columns(table.columns, reserved, name)
+    images = [()] * len(table.rows)
+    if has_images:
+        images = read_images([row[image_column] for row in table.rows], table, name, image_column)
     texts = [row[column] for row in table.rows]
-    _check_prompts(texts, table.locations, name)
+    invalid = next((i for i, text in enumerate(texts) if not _is_prompt(text)), None)
+    if invalid is not None:
+        raise FlowGRPOError(
+            f"{name}, {table.locations[invalid]}: {repr(texts[invalid])[:80]} is not a prompt: every prompt must be a text that is not "
+            "empty."
+        )
     dropped = {column, image_column} - ({FILE_NAME} if is_caption else set())
     metadata = [{key: value for key, value in row.items() if key not in dropped} for row in table.rows]
     notes = []
@@ -171,6 +175,15 @@ def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
         notes.append(f"{name}: the column `{visible(column)}` is taken as the prompt{without}.")
     prompts = [with_images(text, sources) for text, sources in zip(texts, images, strict=True)]
     return PromptSet(prompts, metadata, tuple(notes))
+
+
+def _check_columns(columns: Iterable[str], reserved: Collection[str], name: str) -> None:
+    """FlowGRPOError if one of the columns has a reserved name."""
+    clash = next((column for column in columns if column in reserved), None)
+    if clash is not None:
+        raise FlowGRPOError(
+            f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
+        )
 
 
 def _prompt_column(table: Table, name: str) -> str:
@@ -184,27 +197,6 @@ def _prompt_column(table: Table, name: str) -> str:
         several = " and ".join(f"`{column}`" for column in columns[:4])
         raise FlowGRPOError(f"{name} has no column `prompt`, but {several}: rename the one with the prompts to `prompt`.")
     return columns[0]
-
-
-def _images_of(table: Table, name: str, column: str) -> list[tuple[SourceImage, ...]]:
-    """The images of each row's prompt, of which a table need not have any."""
-    if column not in table.columns:
-        return [()] * len(table.rows)
-    clash = next((derived for derived in DERIVED if derived in table.columns and derived != column), None)
-    if clash is not None:
-        raise FlowGRPOError(
-            f"{name} has images and a column `{clash}`, which rewards receive as those: give it another name."
-        )
-    return read_images([row[column] for row in table.rows], table, name, column)
-
-
-def _check_prompts(prompts: list[Any], locations: list[str], name: str) -> None:
-    """FlowGRPOError if a value is no text, or a blank one."""
-    invalid = next((i for i, prompt in enumerate(prompts) if not _is_prompt(prompt)), None)
-    if invalid is not None:
-        raise FlowGRPOError(
-            f"{name}, {locations[invalid]}: {repr(prompts[invalid])[:80]} is not a prompt: every prompt must be a text that is not empty."
-        )
 
 
 def _is_prompt(value: object) -> bool:
@@ -256,10 +248,7 @@ def _load_set(config: PromptSetConfig) -> PromptSet:
 
 def _without_reserved(loaded: PromptSet, name: str) -> PromptSet:
     """The prompts themselves. FlowGRPOError if they have a column that only a list of sets may give them."""
-    if any(SET_COLUMN in row for row in loaded.metadata):
-        raise FlowGRPOError(
-            f"{name} has a column `{SET_COLUMN}`, which is the name of a prompt's set: give it another name."
-        )
+    _check_columns(itertools.chain.from_iterable(loaded.metadata), {SET_COLUMN}, name)
     if any(REWARDS_COLUMN in row for row in loaded.metadata):  # by which 0.4 chose the rewards of each prompt
         raise FlowGRPOError(
             f"{name} has a column `{REWARDS_COLUMN}`, by which prompts no longer choose their rewards: give prompts with other "
@@ -281,7 +270,7 @@ class MixedPromptSampler(PromptSampler):
         super().__init__(prompts, seed)
         self.names, self.parts, self.weights = prompts.names, prompts.parts, prompts.weights
         self.samplers = [PromptSampler(part, seed) for part in prompts.parts]
-        self.starts = [0, *accumulate(len(part) for part in prompts.parts)]
+        self.starts = [0, *itertools.accumulate(len(part) for part in prompts.parts)]
 
     def sample(self, step: int, prompts: int, images: int) -> PromptBatch:
         """`prompts` different prompts with `images` images each."""

@@ -142,7 +142,7 @@ def test_a_cell_that_is_no_path_is_named(folder, cell, message):
 
 def test_columns_that_rewards_receive_the_images_as_are_refused(folder):
     (folder / "p.jsonl").write_text('{"prompt": "a", "image": "in/0.png", "source": "web"}')
-    with pytest.raises(ValueError, match="images and a column `source`"):
+    with pytest.raises(ValueError, match="a column `source`, a name that is reserved"):
         load_prompts(folder / "p.jsonl")
     (folder / "p.jsonl").write_text('{"prompt": "a", "source": "web"}')
     assert load_prompts(folder / "p.jsonl").metadata == [{"source": "web"}]
