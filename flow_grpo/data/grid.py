@@ -222,10 +222,9 @@ def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
         cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FlowGRPOError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
-    if not all(0 <= x < x + w <= grid.width and 0 <= y < y + h <= grid.height for x, y, w, h in boxes):
-        raise FlowGRPOError(f"{path} is damaged: its cells are outside the image.")
+    are_inside = all(0 <= x < x + w <= grid.width and 0 <= y < y + h <= grid.height for x, y, w, h in boxes)
     one_size = len({(w, h) for _, _, w, h in boxes}) == 1
-    if scale < 1 or not one_size or sum(w * h for _, _, w, h in boxes) > grid.width * grid.height:
+    if scale < 1 or not are_inside or not one_size or sum(w * h for _, _, w, h in boxes) > grid.width * grid.height:
         raise FlowGRPOError(f"{path} is damaged: its cells don't form a grid.")
     pixels = np.asarray(grid)
     images = [pixels[y : y + h : scale, x : x + w : scale] for x, y, w, h in boxes]

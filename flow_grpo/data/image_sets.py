@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -333,7 +332,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         _check_no_videos(image, file)
         stored, cells = read_cells(image, file)
         pixels = torch.from_numpy(to_bytes(stored)).permute(0, 3, 1, 2)
-        labels = _cell_labels(file, len(cells))
+        labels = _labels(file.name, len(cells))
         texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
         return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels)
     if prompts is None:
@@ -352,8 +351,8 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
     texts, metadata = [prompt_set.prompts[i] for i in indices], [prompt_set.metadata[i] for i in indices]
     is_single = layout.rows == layout.columns == 1
     note = f"one image of {layout.width} x {layout.height} pixels" if is_single else str(layout)
-    labels, note = _cell_labels(file, len(indices)), f"{file.name}: {note}"
-    return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=note)
+    labels = _labels(file.name, len(indices))
+    return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=f"{file.name}: {note}")
 
 
 def _prompt_indices(layout: GridLayout, prompts: int, file: Path) -> list[int]:
@@ -370,50 +369,29 @@ def _prompt_indices(layout: GridLayout, prompts: int, file: Path) -> list[int]:
     )
 
 
-@dataclass(frozen=True)
-class _Read:
-    """An image of a folder: its file's name there, its label, pixels (H, W, 3), and what is known of it.
-
-    Attributes:
-        prompt: of the folder's table, or in the file by `sample`.
-        caption: in the file beside it, or in the file by another program.
-    """
-
-    name: str
-    label: str
-    pixels: np.ndarray
-    prompt: str | None
-    caption: str | None
-    seed: int | None
-    metadata: dict
-
-
 def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOptions, promptless: bool) -> ImageSet:
     found = find_images(folder)
     left_out = left_out_note(folder, found.left_out)
     if not found.images:
         raise FlowGRPOError(f"the folder {folder} contains no images{f' ({left_out})' if left_out else ''}.")
-    files = [image.file for image in found.images]
-    read_images, layouts = zip(*(_read_found(image, folder, grid) for image in found.images), strict=True)
-    images = [image for of_file in read_images for image in of_file]
-    without = next((image for image in images if not image.prompt and not image.caption), None)
+    pixels, by_file, layouts = zip(*(_read_found(image, grid) for image in found.images), strict=True)
+    images = [image for of_file in by_file for image in of_file]
+    without = next((image.file for image in images if not image.prompt and not image.caption), None)
     if without is not None and prompts is None and not promptless:
         raise FlowGRPOError(
-            f"{folder / without.name} has no prompt in it: it was not written by flow-grpo sample. For such images "
-            f"{HOW_TO_GIVE_PROMPTS}."
+            f"{without} has no prompt in it: it was not written by flow-grpo sample. For such images {HOW_TO_GIVE_PROMPTS}."
         )
-    names, owner = [image.name for image in images], [i for i, of_file in enumerate(read_images) for _ in of_file]
-    if isinstance(prompts, PromptSet) and len(prompts) == len(files) < len(images) and not _names_files(prompts):
+    owner = [i for i, of_file in enumerate(by_file) for _ in of_file]
+    if isinstance(prompts, PromptSet) and len(prompts) == len(by_file) < len(images) and not _names_files(prompts):
         prompts = PromptSet([prompts.prompts[i] for i in owner], [prompts.metadata[i] for i in owner])
+    names = [str(image.file.relative_to(folder)) for image in images]
     own, captions = [image.prompt for image in images], [image.caption for image in images]
     plain = [None if prompt is None else str(prompt) for prompt in own]  # equal to prompts without its images
     given, joined = join_prompts(names, plain, prompts, folder, captions)
-    texts = [text if text is not None and images_of(text) else other for text, other in zip(own, given, strict=True)]
-    metadata = [row | image.metadata for row, image in zip(joined, images, strict=True)]
     cut = [layout for layout in layouts if layout is not None]
-    folders = len({file.parent for file in files})
+    folders = len({image.file.parent for image in images})
     notes = [
-        f"{folder}: {counted(len(files), 'image')} in {counted(folders, 'folder')}" if folders > 1 else "",
+        f"{folder}: {counted(len(by_file), 'image')} in {counted(folders, 'folder')}" if folders > 1 else "",
         f"{folder}: {counted(len(cut), 'file')} cut into {counted(len(images), 'image')}; the first: {cut[0]}"
         if cut
         else "",
@@ -421,38 +399,35 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOption
         rows_without_image(names, prompts, folder),
     ]
     return ImageSet(
-        [image.label for image in images],
-        texts,
+        [label for of_file in by_file for label in _labels(str(of_file[0].file.relative_to(folder)), len(of_file))],
+        [text if text is not None and images_of(text) else other for text, other in zip(own, given, strict=True)],
         [image.seed for image in images],
-        metadata,
-        _stack([folder / image.name for image in images], [image.pixels for image in images]),
+        [row | image.metadata for row, image in zip(joined, images, strict=True)],
+        _stack([image.file for image in found.images], pixels),
         note="\n".join(note for note in notes if note),
     )
 
 
-def _read_found(found: FoundImage, folder: Path, grid: GridOptions) -> tuple[list[_Read], GridLayout | None]:
-    """The images of a file, of which a grid has several, and how it was cut if it is another program's grid."""
-    image, layout, stored = open_image(found.file), None, list[ImageInfo]()
+def _read_found(found: FoundImage, grid: GridOptions) -> tuple[np.ndarray, list[FoundImage], GridLayout | None]:
+    """The images (n, H, W, 3) of a file, of which a grid has several, what is known of each, and how another program's grid was cut."""
+    image = open_image(found.file)
+    found = replace(found, caption=found.caption or _stated_prompt(found.file, image))
     if has_prompts(image):
         _check_no_videos(image, found.file)
         cells, stored = read_cells(image, found.file)
-        pixels = to_bytes(cells)
-    elif grid.is_empty:
-        pixels = np.asarray(image)[None]
-    else:
-        array = np.asarray(image)
-        layout = layout_of(array, grid, str(found.file), allow_single=False)
-        pixels = layout.crop_cells(array)[: layout.filled]
-    name = str(found.file.relative_to(folder))
-    caption = found.caption or _stated_prompt(found.file, image)
-    read_images = []
-    for i, (cell, made_of) in enumerate(zip_longest(pixels, stored)):
-        label = name if len(pixels) == 1 else f"{name}[{i}]"
-        prompt = found.prompt if found.prompt is not None or made_of is None else made_of.prompt
-        knows_seed = found.seed is not None or made_of is None or found.prompt not in (None, made_of.prompt)
-        seed = found.seed if knows_seed else made_of.seed
-        read_images.append(_Read(name, label, cell, prompt, caption, seed, found.metadata))
-    return read_images, layout
+        return to_bytes(cells), [_with_stored(found, cell) for cell in stored], None
+    array = np.asarray(image)
+    if grid.is_empty:
+        return array[None], [found], None
+    layout = layout_of(array, grid, str(found.file), allow_single=False)
+    return layout.crop_cells(array)[: layout.filled], [found] * layout.filled, layout
+
+
+def _with_stored(found: FoundImage, cell: ImageInfo) -> FoundImage:
+    """What is known of an image that `sample` wrote: by its table, else as stored. A stored seed is that of the stored prompt."""
+    prompt = cell.prompt if found.prompt is None else found.prompt
+    seed = cell.seed if found.seed is None and prompt == cell.prompt else found.seed
+    return replace(found, prompt=prompt, seed=seed)
 
 
 def _check_no_videos(image: Image.Image, file: Path) -> None:
@@ -461,16 +436,18 @@ def _check_no_videos(image: Image.Image, file: Path) -> None:
         raise FlowGRPOError(f"{file} shows strips of videos, which can't be scored: measure the model by flow-grpo eval.")
 
 
-def _stack(files: list[Path], arrays: list[np.ndarray]) -> Tensor:
-    """Images (H, W, 3) as (B, 3, H, W)."""
-    other_size = next((file for file, array in zip(files, arrays, strict=True) if array.shape != arrays[0].shape), None)
+def _stack(files: list[Path], arrays: Sequence[np.ndarray]) -> Tensor:
+    """The images (n, H, W, 3) of each file as (B, 3, H, W)."""
+    size = arrays[0].shape[1:]
+    other_size = next((file for file, array in zip(files, arrays, strict=True) if array.shape[1:] != size), None)
     if other_size is not None:
         raise FlowGRPOError(f"{other_size} has another size than {files[0]}: score images of one size at a time.")
-    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+    return torch.from_numpy(np.concatenate(arrays)).permute(0, 3, 1, 2)
 
 
-def _cell_labels(file: Path, count: int) -> list[str]:
-    return [f"{file.name}[{i}]" for i in range(count)]
+def _labels(name: str, count: int) -> list[str]:
+    """The labels of the images of a file."""
+    return [name] if count == 1 else [f"{name}[{i}]" for i in range(count)]
 
 
 def is_prompt_folder(path: Path) -> bool:

@@ -1,6 +1,5 @@
 """Targets of `eval`, from the words on its command line: a run, a checkpoint, a LoRA, a model, or images on disk."""
 
-import itertools
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -98,17 +97,16 @@ def resolve_targets(words: list[str], options: TargetOptions, loras: list[str] |
         )
     resolved = [_resolve(word, options) for word in words]
     resolved += [_folder(Path(word), options) if Path(word).is_dir() else _lora(Path(word), options) for word in loras or []]
-    _check_duplicates(resolved, everything)
     targets = _with_bases(resolved)
     return [replace(t, name=name) for t, name in zip(targets, _unique_names([t.name for t in targets]), strict=True)]
 
 
 def reference(target: Target, targets: list[Target]) -> Target:
     """The target that another is compared with: its base model, else the first target."""
-    if isinstance(target, ModelTarget):
-        own = (t for t in targets if isinstance(t, ModelTarget) and t.is_base and t.pipeline == target.pipeline)
-        return next(own, targets[0]) if not target.is_base else targets[0]
-    return targets[0]
+    if isinstance(target, ImageTarget) or target.is_base:
+        return targets[0]
+    own = (t for t in targets if isinstance(t, ModelTarget) and t.is_base and t.pipeline == target.pipeline)
+    return next(own, targets[0])
 
 
 def unnamed_rewards(run: RunReader, args: FlowGRPOConfig) -> list[str]:
@@ -134,21 +132,15 @@ def check_rewards_are_named(target: ModelTarget) -> None:
         )
 
 
-def _check_duplicates(targets: list[Target], words: list[str]) -> None:
-    first: dict[tuple, str] = {}
-    for target, word in zip(targets, words, strict=True):
-        if isinstance(target, ModelTarget) and target.is_base and first.setdefault(target.pipeline, word) != word:
-            raise FlowGRPOError(
-                f"{first[target.pipeline]} and {word} are the same base model with the same settings: give one of them."
-            )
-
-
 def _unique_names(names: list[str]) -> list[str]:
     """The names, with a number added to duplicates."""
     unique: list[str] = []
     for name in names:
-        numbered = itertools.chain([name], (f"{name} ({n})" for n in itertools.count(2)))
-        unique.append(next(candidate for candidate in numbered if candidate not in unique))
+        number, numbered = 1, name
+        while numbered in unique:
+            number += 1
+            numbered = f"{name} ({number})"
+        unique.append(numbered)
     return unique
 
 

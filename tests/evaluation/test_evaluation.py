@@ -259,11 +259,6 @@ def test_a_mistyped_lora_is_refused_before_its_base_model_is_measured(base):
     assert (from_hub.name, from_hub.lora) == ("somebody/signs", "somebody/signs"), "looked up when it is loaded"
 
 
-def test_one_base_model_by_two_configs_is_refused():
-    with pytest.raises(ValueError, match=r"^tiny_ocr and tiny_grpo are the same base model .* give one of them\.$"):
-        resolve_targets(["tiny_ocr", "tiny_grpo"], TargetOptions())
-
-
 def test_a_pipeline_is_identified_by_its_call_arguments_in_any_order():
     one, two = (FlowGRPOConfig.for_model("tiny", [f"pipeline_kwargs={{{call}}}"]) for call in ("a: 1, b: 2", "b: 2, a: 1"))
     assert ModelTarget("x", "", one).pipeline == ModelTarget("y", "", two).pipeline
