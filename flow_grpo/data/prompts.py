@@ -16,7 +16,7 @@ from flow_grpo.config.sections import PromptSetConfig
 from flow_grpo.data.prompt_files import COLUMNS, DERIVED, IMAGE_COLUMN, Table, prompt_columns, read_images
 from flow_grpo.data.prompt_sources import FILE_NAME, read_items, read_source
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.image_prompt import prompt_key, with_images
+from flow_grpo.image_prompt import SourceImage, prompt_key, with_images
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.sampling import generator
 from flow_grpo.text import visible
@@ -157,7 +157,7 @@ def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
     has_images = image_column in table.columns and not is_caption
     reserved = {*RESERVED_COLUMNS, *(DERIVED if has_images else ())} - {column, image_column}
     _check_columns(table.columns, reserved, name)
-    images = [()] * len(table.rows)
+    images: list[tuple[SourceImage, ...]] = [()] * len(table.rows)
     if has_images:
         images = read_images([row[image_column] for row in table.rows], table, name, image_column)
     texts = [row[column] for row in table.rows]
