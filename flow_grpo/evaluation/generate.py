@@ -12,7 +12,7 @@ from flow_grpo import sampling
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, Interrupted
-from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference, score_images
+from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import Phase, phase
 from flow_grpo.rewards import WeightedSum
@@ -122,8 +122,9 @@ def evaluate(
     def score() -> dict[str, Tensor]:
         if not source.local:  # fewer prompts than processes
             return {}
-        scores = partial(score_images, rewards, _by_prompt(by_number), batch.prompts, batch.columns())
-        values = call_interruptibly(partial(scores, group=batch.group.tolist(), of_base=of_base), processes.should_stop)
+        scores = partial(rewards.against, of_base, _by_prompt(by_number), batch.prompts, batch.group.tolist())
+        total, by_name = call_interruptibly(partial(scores, **batch.columns()), processes.should_stop)
+        values = {"reward": total, **by_name}
         return {name: value.view(-1, images_per_prompt).nanmean(1) for name, value in values.items()}
 
     with phase(f"scoring {counted(len(batch.prompts), 'held-out image')}"):

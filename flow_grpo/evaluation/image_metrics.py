@@ -1,4 +1,4 @@
-"""What is measured of images: rewards, detail and diversity; and of a model its distance from the base model."""
+"""What is measured of images beside rewards: detail and diversity; and of a model its distance from the base model."""
 
 import math
 from collections.abc import Sequence
@@ -7,43 +7,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo import sampling
-from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.policy.policy import Policy
-from flow_grpo.progress import phase
-from flow_grpo.rewards import WeightedSum
-from flow_grpo.text import counted
 
 BASE_DISTANCE = "distance from base"  # name of a metric in eval.json, .md and .csv
 NUM_DIVERSITY_PROMPTS = 16  # first prompts of which two images are generated, to measure their difference
 NUM_DISTANCE_PROMPTS = 32  # first prompts, on which the distance from the base model is measured
-
-
-def score_images(
-    rewards: WeightedSum,
-    images: Tensor,
-    prompts: list[str],
-    metadata: dict[str, list],
-    *,
-    group: list[int] | None = None,
-    of_base: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """(B, 3, H, W) in [0, 1] -> (B,) by reward; `reward` is their weighted sum.
-
-    Args:
-        group: as of `rewards.score`.
-        of_base: the base model's images (B, 3, H, W) of the same prompts and noises, with which pair rewards compare.
-    """
-    total, by_name = rewards.against(of_base, images, prompts, group, **metadata)
-    return {"reward": total, **by_name}
-
-
-def measure_images(
-    rewards: WeightedSum, images: Tensor, prompts: list[str], metadata: dict[str, list], of_base: Tensor | None = None
-) -> dict[str, Tensor]:
-    """(B, 3, H, W) in [0, 1] -> (B,) by metric: those of `score_images`, the high-frequency power and the diversity."""
-    with phase(f"scoring {counted(len(prompts), 'image')} by {', '.join(rewards.rewards)}"):
-        scores = score_images(rewards, images, prompts, metadata, of_base=of_base)
-    return {**scores, HIGH_FREQUENCY_POWER: high_frequency_power(images), DIVERSITY: diversity(images, prompts)}
 
 
 def high_frequency_power(images: Tensor) -> Tensor:

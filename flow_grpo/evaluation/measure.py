@@ -13,21 +13,24 @@ from flow_grpo.data.image_sets import ImageRecords
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
-from flow_grpo.evaluation.hacking import DIVERSITY
+from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER
 from flow_grpo.evaluation.image_metrics import (
     BASE_DISTANCE,
     NUM_DISTANCE_PROMPTS,
     NUM_DIVERSITY_PROMPTS,
     distance_from_base,
-    measure_images,
+    diversity,
+    high_frequency_power,
     rms_difference,
 )
 from flow_grpo.evaluation.scorecard import TargetResult
 from flow_grpo.evaluation.targets import ModelTarget, Target
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
+from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder.weights import load_trained_weights
+from flow_grpo.text import counted
 
 IMAGES_PER_BATCH = 64  # of an image set that are scored together; more if one prompt has more
 Progress = Callable[[Target, int, int], None]
@@ -130,7 +133,7 @@ def _measure_model(
 ) -> dict[str, list[float]]:
     microbatch = model.args.microbatch
     diversity_rows = _single_images(rows)[:NUM_DIVERSITY_PROMPTS]
-    first_images: dict[int, Tensor] = {}
+    first_images = {} if kept is None else kept
 
     def generate_with_seeds(indices: Sequence[int], seeds: list[int]) -> Tensor:
         return generate_images(policy, [rows.prompts[i] for i in indices], seeds, steps, microbatch)
@@ -150,8 +153,6 @@ def _measure_model(
             return generate_own(indices)
 
     values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)
-    if kept is not None:
-        kept |= first_images
     if diversity_rows:
         second_images = generate_with_seeds(diversity_rows, [image_seed(rows.seeds[i] or 0, 0, 1) for i in diversity_rows])
         differences = rms_difference(torch.stack([first_images[i] for i in diversity_rows]), second_images).tolist()
@@ -192,7 +193,10 @@ def score(
     for indices in prompt_batches(rows.prompts, batch_size):
         images, prompts = images_of(indices), [rows.prompts[i] for i in indices]
         base = of_base(indices) if of_base is not None and rewards.has_pairs else None
-        metrics = measure_images(rewards, images, prompts, rows.columns(indices), of_base=base)
+        with phase(f"scoring {counted(len(prompts), 'image')} by {', '.join(rewards.rewards)}"):
+            total_reward, by_name = rewards.against(base, images, prompts, **rows.columns(indices))
+        metrics = {"reward": total_reward, **by_name, HIGH_FREQUENCY_POWER: high_frequency_power(images)}
+        metrics[DIVERSITY] = diversity(images, prompts)
         for name, numbers in metrics.items():
             column = values.setdefault(name, [math.nan] * len(rows))
             for i, value in zip(indices, numbers.tolist(), strict=True):
