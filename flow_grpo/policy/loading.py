@@ -90,10 +90,10 @@ def load_policy(
 
 def _in_dtype(pipe: DiffusionPipeline, dtype: str, memory: MemoryConfig) -> DiffusionPipeline:
     """A pipeline in memory, in that dtype. FlowGRPOError for settings that come too late for it."""
-    if memory.quantize == "nf4" or memory.embedding_cache_dir is not None:
+    late = {"quantize": memory.quantize == "nf4", "embedding_cache_dir": memory.embedding_cache_dir is not None}
+    if setting := next((name for name, is_set in late.items() if is_set), None):
         raise FlowGRPOError(
-            "memory.quantize=nf4 and memory.embedding_cache_dir are for a model that is loaded by its folder or hub id, and a pipeline was "
-            "given: leave them out, or give that."
+            f"memory.{setting} is for a model that is loaded by its folder or hub id, and a pipeline was given: leave it out, or give that."
         )
     if dtype != "auto" and pipe.transformer.dtype != DTYPES[dtype]:
         pipe.to(DTYPES[dtype])

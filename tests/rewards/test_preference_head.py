@@ -137,7 +137,7 @@ def test_votes_on_one_prompt_stay_on_one_side(folder, tmp_path):
         ("{", "line 2 is not valid JSON"),
         ("[1]", "line 2: give an object"),
         ('{"prompt": "a", "better": "0_dark.png"}', "row 2: the column `worse` holds None"),
-        ('{"prompt": "a", "better": "0_dark.png", "worse": 3}', "the column `worse` holds 3: give an image path"),
+        ('{"prompt": "a", "better": "0_dark.png", "worse": 3}', "the column `worse` holds 3: give the path of an image"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "0_dark.png"}', "with itself"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "gone.png"}', "gone.png does not exist"),
         ('{"prompt": "a", "better": "0_dark.png", "worse": "../outside.png"}', "outside its folder"),
