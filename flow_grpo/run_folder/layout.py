@@ -36,7 +36,7 @@ LORA, TRANSFORMER, BEST = "lora", "transformer", "best"
 PICTURES, EVALUATION, GROUPS = "pictures", "evaluation.json", "groups.json"
 BEFORE, AFTER, BEFORE_AFTER = "before.png", "after.png", "before_after.png"
 CURVES, REPORT = "reward.png", "report.html"
-PROFILE, TRACE, PROFILE_PAGE, MEMORY_TIMELINE = "profile", "trace.json.gz", "summary.md", "memory.png"
+PROFILE, TRACE, PROFILE_PAGE = "profile", "trace.json.gz", "summary.md"
 LOCK, OWNER = ".lock", ".owner.json"
 EXPORT, EXPORT_MANIFEST = "export", "flow_grpo.json"
 

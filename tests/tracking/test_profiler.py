@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from support import small_policy as small
 from support.embedded import short_run
 from support.run_contents import numbers, weights
 from torch.autograd import DeviceType
 
-from flow_grpo.tracking.profiler import TrainingProfiler, busy_seconds, memory_timeline, page
+from flow_grpo.tracking.profiler import TrainingProfiler, busy_seconds, page
 
 TIMES = st.integers(0, 60)
 
@@ -30,25 +29,23 @@ def test_a_profiled_run_has_the_numbers_of_one_without(tmp_path):
 
     folder = tmp_path / "profiled" / "profile"
     assert profiler.written == folder / "summary.md"
-    assert sorted(file.name for file in folder.iterdir()) == ["memory.png", "summary.md", "trace.json.gz"]
+    assert sorted(file.name for file in folder.iterdir()) == ["summary.md", "trace.json.gz"]
     text = profiler.written.read_text()
-    assert text.startswith("# Profile of training step 2 to 3\n")
-    for name in ("| rollout |", "| decode |", "| reward |", "| update |", "| optimizer |", "`aten::"):
+    assert text.startswith("# Profile of 2 training steps from step 2 on\n")
+    for name in ("| rollout |", "| decode |", "| reward |", "| update |", "| optimizer |", " aten::"):
         assert name in text
     with gzip.open(folder / "trace.json.gz", "rt") as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("rollout") == names.count("update") == 2
-    with Image.open(folder / "memory.png") as image:
-        assert image.width > 500
     assert not (tmp_path / "plain" / "profile").exists()
 
 
 @pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
-def test_a_run_with_fewer_steps_is_profiled_from_the_first_one_to_its_end(tmp_path):
+def test_a_run_with_fewer_steps_is_profiled_to_its_end(tmp_path):
     profiler = TrainingProfiler(5)
     small.trainer(short_run(tmp_path, "steps=2", "evaluation.prompts=null"), callbacks=[profiler]).train()
-    assert profiler.written.read_text().startswith("# Profile of training step 1 to 2\n")
+    assert profiler.written.read_text().startswith("# Profile of 1 training step from step 2 on\n")
 
 
 @given(intervals=st.lists(st.tuples(TIMES, TIMES).map(sorted)))
@@ -57,44 +54,23 @@ def test_busy_time_is_the_time_that_any_interval_covers(intervals):
     assert busy_seconds(intervals) == pytest.approx(len(covered) / 1e6)
 
 
-def test_memory_is_the_sum_of_what_was_allocated_and_freed():
-    def event(at: int, size: int, device=DeviceType.CPU, name: str = "[memory]"):
-        return SimpleNamespace(name=lambda: name, start_ns=lambda: at, nbytes=lambda: size, device_type=lambda: device)
-
-    events = [event(3_000, 50), event(1_000, 100), event(2_000, -30), event(1_500, 7, name="aten::add")]
-    assert memory_timeline(events) == [(0, 100), (pytest.approx(1e-6), 70), (pytest.approx(2e-6), 120)]
-    on_gpu = [*events, event(5_000, 9, DeviceType.CUDA)]
-    assert memory_timeline(on_gpu) == [(0, 9)], "the GPU's memory, where there is one"
-    assert memory_timeline([]) == []
-
-
 def event(name: str, start: float, end: float, device=DeviceType.CPU, annotation: bool = False):
     """An event of a profile, in microseconds."""
     span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
     return SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=annotation)
 
 
-def average(key: str, on_cpu: float, on_gpu: float, device=DeviceType.CPU, annotation: bool = False):
-    times = {"self_cpu_time_total": on_cpu, "self_device_time_total": on_gpu}
-    return SimpleNamespace(key=key, count=1, flops=0, device_type=device, is_user_annotation=annotation, **times)
-
-
 def test_ranges_that_a_gpu_repeats_are_neither_phases_nor_kernels():
     events = [
+        event("ProfilerStep*", 0, 4e6, annotation=True),
+        event("ProfilerStep*", 0, 4e6, DeviceType.CUDA, annotation=True),
         event("rollout", 0, 2e6, annotation=True),
         event("rollout", 1e6, 3e6, DeviceType.CUDA, annotation=True),
         event("aten::mm", 0, 1e6),
         event("gemm", 1e6, 2e6, DeviceType.CUDA),
     ]
-    averages = [
-        average("rollout", 2e6, 2e6, annotation=True),
-        average("rollout", 0, 2e6, DeviceType.CUDA, annotation=True),
-        average("aten::mm", 1e6, 5e5),
-        average("gemm", 0, 5e5, DeviceType.CUDA),
-        average("cudaDeviceSynchronize", 3e6, 0),
-    ]
-    measured = SimpleNamespace(events=lambda: events, key_averages=lambda: averages)
-    text = page(measured, first=1, steps=1, seconds=4.0, timeline=[])
+    averages = SimpleNamespace(table=lambda sort_by, row_limit: f"by {sort_by}")
+    text = page(SimpleNamespace(events=lambda: events, key_averages=lambda: averages), first=1)
     assert "| rollout | 2.00 | 50% |" in text
     assert "75% of the time no kernel runs on the GPU" in text
-    assert [line for line in text.splitlines() if line.startswith("| `")] == ["| `aten::mm` | 1 | 0.500 |  |"]
+    assert "by self_device_time_total" in text
