@@ -1,11 +1,7 @@
 """Figures in one style: a grid, no upper and right borders, written as PNG. One that can't be drawn costs no result."""
 
-import os
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flow_grpo.files import WriteError, atomic_file
@@ -16,23 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def import_matplotlib() -> ModuleType:
-    """Matplotlib, whatever MPLBACKEND says: a notebook's backend, which its commands inherit, need not exist where they run.
-
-    Figures are written as files, which needs no backend.
-    """
-    if "matplotlib" in sys.modules:
-        return sys.modules["matplotlib"]
-    backend = os.environ.pop("MPLBACKEND", None)
-    import matplotlib
-
-    if backend is not None:
-        os.environ["MPLBACKEND"] = backend
-        with suppress(ValueError):  # there is no such backend here
-            matplotlib.rcParams["backend"] = backend
-    return matplotlib
-
-
 def new_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, **settings: Any
 ) -> "tuple[Figure, list[Axes]]":
@@ -41,7 +20,6 @@ def new_figure(
     Args:
         settings: further arguments of matplotlib's `Figure.subplots`.
     """
-    import_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -8,14 +8,15 @@ import difflib
 import html
 import math
 import re
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first characters that a spreadsheet takes for a formula
 PASSWORD = re.compile(r"(\w\w:/{1,2})[^/\s'\"]+@")  # user and password in an address; pathlib takes one slash out of it
-# Characters that change the direction of the text around them, and the byte order mark.
-HIDDEN = dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F, 0xFEFF], "\ufffd")
+# What is no text in a page: control characters, halves of surrogate pairs, and marks that change the direction of the text around them.
+CONTROLS = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]
+DIRECTIONS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x061C, 0x200E, 0x200F, 0xFEFF]
+NOT_PLAIN = dict.fromkeys(CONTROLS + DIRECTIONS, "\ufffd") | dict.fromkeys(map(ord, "\t\n\r\u2028\u2029"), " ")
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
@@ -116,19 +117,8 @@ def escape_markup(text: object) -> str:
 
 
 def plain(text: object) -> str:
-    """For a page: one line that keeps its direction, with control characters as pictures such as ␛; no passwords of addresses."""
-    return "".join(map(_plain_character, without_passwords(text).translate(HIDDEN)))
-
-
-def _plain_character(letter: str) -> str:
-    code, kind = ord(letter), unicodedata.category(letter)
-    if kind in ("Zl", "Zp") or letter in "\t\n\r":
-        return " "
-    if kind == "Cs":
-        return "\ufffd"
-    if kind != "Cc":
-        return letter
-    return chr(0x2400 + code) if code < 32 else "␡" if code == 127 else "\ufffd"
+    """For a page: one line that keeps its direction, with U+FFFD for control characters; no passwords of addresses."""
+    return without_passwords(text).translate(NOT_PLAIN)
 
 
 def escape_formula(value: object) -> object:

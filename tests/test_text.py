@@ -18,7 +18,7 @@ def test_a_terminal_and_a_page_get_one_line_of_printable_characters(words):
     assert text.visible(words).isprintable()
     shown = text.plain(words)
     assert len(shown.splitlines()) <= 1
-    assert not set(shown) & {chr(code) for code in text.HIDDEN}
+    assert not set(shown) & {chr(code) for code in text.DIRECTIONS}
     assert shown.encode().decode() == shown, "no half of a surrogate pair"
 
 

@@ -11,17 +11,17 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.figures import import_matplotlib
 from flow_grpo.rewards.pixels import PALETTE as COLORS
 
 HEIGHT, WIDTH = 32, 80
 CELL = 16  # pixels: a letter has a cell of its own, two of the transformer's tokens wide
 LETTERS = string.ascii_uppercase
-FONT = Path(import_matplotlib().get_data_path()) / "fonts/ttf/DejaVuSansMono-Bold.ttf"
+FONT = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono-Bold.ttf"
 FONT_SIZE = 24
 BASELINE = 25  # pixels from the top of a 32 pixel high sign: capitals stand in its vertical middle
 PATTERN = re.compile(r'^(\w+) text "([A-Z]{3,5})" on a (\w+) background$')

@@ -118,6 +118,7 @@ app.add_typer(rewards.app, name="rewards")
 def run() -> None:
     """Run a command: expected errors are one sentence, Ctrl-C works at any time, and a hanging reward does not delay the exit."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's, which its commands inherit, need not exist here
     atexit.register(gc.freeze)  # without it, the last collection takes over a second
     before_imports()
     prepare_streams()
