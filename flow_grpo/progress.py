@@ -2,8 +2,7 @@
 
 Slow code runs within `phase(...)`, and a command that shows its phases within `show_phases(console)`. A phase is shown once it has
 lasted 2 seconds: in a terminal in a line that is replaced, below the progress bars if there are any, and elsewhere in a new line
-every 10 seconds. Of nested phases the innermost is shown; among lines, also one around it that has advanced while its inner phases
-were too short to be shown.
+every 10 seconds. Of nested phases the innermost that has lasted so long is shown.
 """
 
 import io
@@ -31,17 +30,12 @@ class Phase:
     total: int | None = None
     unit: str = ""
     done: int = 0
-    shown: int | None = None  # the number that was done when it was last shown, if ever
+    shown: bool = False  # in a line
     started: float = field(default_factory=lambda: time.monotonic())
-    due: float = field(default_factory=lambda: time.monotonic() + PATIENCE)
 
     def advance(self, count: int = 1) -> None:
         """Count finished items."""
         self.done += count
-
-    def is_due(self, now: float, is_innermost: bool) -> bool:
-        """Whether to show it at this time."""
-        return now >= self.due and (is_innermost or self.done != (self.shown or 0))
 
     def line(self, now: float) -> str:
         """The phase as a line of text at a time in seconds."""
@@ -71,35 +65,32 @@ def phase(name: str, total: int | None = None, unit: str = "") -> Iterator[Phase
         yield current
     finally:
         _phases.remove(current)
-        if current.shown is not None:
-            for outer in _phases:
-                outer.due = max(outer.due, time.monotonic() + PATIENCE)
 
 
-def due_line(now: float) -> str | None:
-    """The line to show now, or None."""
-    for depth, current in enumerate(reversed(_phases)):
-        if current.is_due(now, is_innermost=depth == 0):
-            current.shown, current.due = current.done, now + INTERVAL
-            return current.line(now)
-    return None
+def current_phase(now: float) -> Phase | None:
+    """The innermost phase that has lasted long enough; None if there is none."""
+    return next((current for current in reversed(_phases) if now - current.started >= PATIENCE), None)
 
 
 def current_line(now: float) -> str:
-    """The innermost phase that has lasted long enough; "" if there is none."""
-    return next((current.line(now) for current in reversed(_phases) if now - current.started >= PATIENCE), "")
+    """The line of `current_phase`; "" if there is none."""
+    current = current_phase(now)
+    return current.line(now) if current else ""
 
 
 class Lines:
-    """A new line for each message, as in a file."""
+    """A new line for each phase and every 10 seconds, as in a file."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
+        self._due = 0.0
 
     def refresh(self, now: float) -> None:
         """Print the line that is due."""
-        if line := due_line(now):
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        current = current_phase(now)
+        if current and (not current.shown or now >= self._due):
+            current.shown, self._due = True, now + INTERVAL
+            self.console.print(current.line(now), highlight=False, markup=False, soft_wrap=True)
 
     def clear(self) -> None:
         """Leave the lines."""

@@ -4,7 +4,6 @@ import io
 import re
 import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
-from flow_grpo.cli.console import progress_bars
 from flow_grpo.cli.score import score as run_score
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, save_grid
@@ -24,49 +22,62 @@ from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation import measure
 from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import hardware
-from flow_grpo.progress import Phase, PhaseProgress, due_line, phase, show_phases
+from flow_grpo.progress import Lines, Phase, PhaseProgress, phase, show_phases
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.setup import build_rewards
 
 
-def test_a_phase_is_reported_after_two_seconds_and_every_ten():
+@pytest.fixture
+def line_at():
+    """What is printed at a time in seconds, without a terminal."""
+    console = Console(file=io.StringIO())
+    lines = Lines(console)
+
+    def refresh(now: float) -> str:
+        console.file = io.StringIO()
+        lines.refresh(now)
+        return console.file.getvalue().rstrip()
+
+    return refresh
+
+
+def test_a_phase_is_reported_after_two_seconds_and_every_ten(line_at):
     with phase("generating 8 images", total=80, unit="sampling steps") as one:
         one.advance(24)
         assert one.line(one.started + 2) == "generating 8 images: 24 of 80 sampling steps, 2 s"
     with phase("scoring", total=8) as one:
         start = one.started
-        assert due_line(start + 1.5) is None
+        assert line_at(start + 1.5) == ""
         one.advance(3)
-        assert due_line(start + 2.5) == "scoring: 3 of 8, 2 s"
-        assert due_line(start + 12) is None
-        assert due_line(start + 13) == "scoring: 3 of 8, 13 s"
-    assert due_line(start + 99) is None
+        assert line_at(start + 2.5) == "scoring: 3 of 8, 2 s"
+        assert line_at(start + 12) == ""
+        assert line_at(start + 13) == "scoring: 3 of 8, 13 s"
+    assert line_at(start + 99) == ""
 
 
-def test_the_innermost_phase_is_reported_and_the_outer_one_waits_after_it():
+def test_the_innermost_phase_is_reported_and_the_outer_one_waits_after_it(line_at):
     with phase("outer") as outer:
+        assert line_at(outer.started + 2).startswith("outer")
         with phase("inner") as inner:
-            assert due_line(inner.started + 3).startswith("inner")
-        assert due_line(time.monotonic()) is None, "it has just been seen to go on"
-        assert due_line(outer.due) is not None
+            assert line_at(inner.started + 3).startswith("inner")
+        assert line_at(inner.started + 4) == "", "it has just been seen to go on"
+        assert line_at(inner.started + 13).startswith("outer")
 
 
-def test_short_inner_phases_do_not_hide_the_progress_of_the_outer_one(monkeypatch):
+def test_short_inner_phases_do_not_hide_the_progress_of_the_outer_one(monkeypatch, line_at):
     """Without a terminal, `eval` counts its images, although each batch takes less than the time until a phase is shown."""
     clock, said = [time.monotonic()], []
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def slow(images, prompts):
         clock[0] += 1.5
-        said.append(due_line(clock[0]))
+        said.append(line_at(clock[0]))
         return images.mean((1, 2, 3))
 
     rows = measure.images_to_generate(PromptSet(list("abcdefghij"), [{}] * 10), 1)
     reward = WeightedSum({"slow": slow}, {"slow": 0.0})
-    grid = SimpleNamespace(name="grid")
-    with progress_bars([grid]) as update:
-        measure.score(rows, lambda places: torch.rand(1, 3, 8, 8), reward, 1, on_progress=partial(update, grid))
+    measure.score(rows, lambda places: torch.rand(1, 3, 8, 8), reward, 1, name="grid")
     assert [line for line in said if line] == ["measuring grid: 1 of 10 images, 3 s", "measuring grid: 8 of 10 images, 14 s"]
 
 
@@ -116,20 +127,18 @@ def test_a_run_says_its_first_evaluation_and_a_slow_reward(tmp_path, monkeypatch
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     monkeypatch.setattr(progress, "INTERVAL", 0.2)
     trainer, seen, said = FlowGRPOTrainer(args=short_run(tmp_path / "run", "steps=1")), [], []
-    real = progress.due_line
+    line_of = Phase.line
 
-    def noted(now):
-        line = real(now)
-        if line:
-            said.append(line)
-        return line
+    def noted(one, now):
+        said.append(line_of(one, now))
+        return said[-1]
 
-    monkeypatch.setattr(progress, "due_line", noted)
+    monkeypatch.setattr(Phase, "line", noted)
     advance = Phase.advance
 
     def slow_advance(one, count=1):
         deadline = time.monotonic() + 60
-        while one.name.startswith("generating") and one.shown is None:
+        while one.name.startswith("generating") and not one.shown:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         advance(one, count)
@@ -195,5 +204,5 @@ def test_score_eval_and_a_run_say_which_reward_they_load_and_when_they_score(tmp
     names.clear()
     images = image_sets.read(file)
     values = measure.score(images, images.images, reward_sum, batch_size=2)
-    assert names == ["scoring 2 images by brightness", "scoring 1 image by brightness"]
+    assert names == ["measuring images", "scoring 2 images by brightness", "scoring 1 image by brightness"]
     assert len(values["brightness"]) == 3

@@ -436,8 +436,8 @@ BUGS = [
     (
         "models are evaluated with steps of their own",
         "flow_grpo/evaluation/measure.py",
-        "total=total, steps=steps, on_progress",
-        "total=total, steps=target.args.evaluation.steps, on_progress",
+        "total=total, steps=steps, kept",
+        "total=total, steps=target.args.evaluation.steps, kept",
         "tests/evaluation/test_evaluation.py -k run_lora_and_checkpoint",
     ),
     (

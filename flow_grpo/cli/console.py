@@ -7,15 +7,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from flow_grpo.errors import PEER_LOST, TEMPORARY, USER_ERROR, FlowGRPOError, PeerLost, is_retryable
-from flow_grpo.progress import PhaseProgress, phase, replace_unprintable, show_phases
+from flow_grpo.progress import replace_unprintable
 from flow_grpo.text import escape_markup, visible
 
 TRACEBACK = "FLOW_GRPO_TRACEBACK"  # environment variable, which other processes of a run inherit
@@ -75,40 +74,9 @@ def prepare_streams() -> None:
     sys.stdout, sys.stderr = Output(sys.stdout, True), Output(sys.stderr, False)  # type: ignore[assignment]
 
 
-class Named(Protocol):
-    """Anything with a name, such as a target of `eval`."""
-
-    @property
-    def name(self) -> str: ...
-
-
 def say(line: object) -> None:
     """Print one line without markup or wrapping, with control characters escaped."""
     console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
-
-
-@contextmanager
-def progress_bars(items: Sequence[Named]) -> Iterator[Callable[[Named, int, int], None]]:
-    """Show a progress bar for each item; without a terminal, a phase. Yields the function that updates one: item, done, total."""
-    if not console.is_terminal:
-        with phase("measuring", unit="images") as measuring:
-
-            def advance(item: Named, done: int, total: int) -> None:
-                measuring.name, measuring.done, measuring.total = f"measuring {item.name}", done, total
-
-            yield advance
-        return
-    bars = PhaseProgress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
-    with show_phases(console, bars), bars:
-        tasks = {item.name: bars.add_task(escape_markup(item.name), total=None) for item in items}
-        yield lambda item, done, total: bars.update(tasks[item.name], completed=done, total=total)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flow_grpo.cli.console import console, progress_bars, say, without_library_messages
+from flow_grpo.cli.console import console, say, without_library_messages
 from flow_grpo.cli.options import (
     DEFAULT_CONFIG,
     SETTING,
@@ -132,10 +132,9 @@ def evaluate(
         settings |= {"seeds": seeds, "seed": SEED, "steps": steps}
         to_generate = rows_to_generate(prompt_source, args.evaluation, seeds, limit)
     measured, kept = list[Any](), dict[int, Any]()
-    with progress_bars(resolved) as update:
-        for result in measure(resolved, to_generate, reward_sum, sum_is_metric, steps, progress=update, kept=kept):
-            measured.append(result)
-            say(f"{result.name}: {counted(len(result.rows), 'image')}")
+    for result in measure(resolved, to_generate, reward_sum, sum_is_metric, steps, kept=kept):
+        measured.append(result)
+        say(f"{result.name}: {counted(len(result.rows), 'image')}")
     scorecard = build_scorecard(measured, {target.name: reference(target, resolved).name for target in resolved[1:]})
     _write(scorecard, folder, settings, _warnings(reward_sum, to_generate, kept))
 

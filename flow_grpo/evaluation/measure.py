@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from flow_grpo.run_folder.weights import load_trained_weights
 from flow_grpo.text import counted
 
 IMAGES_PER_BATCH = 64  # of an image set that are scored together; more if one prompt has more
-Progress = Callable[[Target, int, int], None]
 
 
 def images_to_generate(prompts: PromptSet, seeds: int) -> ImageRecords:
@@ -68,7 +66,6 @@ def measure(
     rewards: WeightedSum,
     total: bool,
     steps: int | None = None,
-    progress: Progress = lambda target, done, count: None,
     kept: dict[int, Tensor] | None = None,
 ) -> Iterator[TargetResult]:
     """Measure each target; models generate the images of `rows`. A base model is loaded once for consecutive LoRAs of it.
@@ -77,12 +74,10 @@ def measure(
         total: whether the rewards' weighted sum is a metric too, named reward.
         steps: sampling steps of all models, so that no difference comes from the sampler; by default those of the first.
         kept: gets images of the first model by row, of some prompts that have one image each.
-        progress: is called with the target, the number of its images that are done, and their count.
     """
     policy, loaded = None, None
     steps = steps or next((t.args.evaluation.steps for t in targets if isinstance(t, ModelTarget)), None)
     for target in targets:
-        on_progress = partial(progress, target)
         if not isinstance(target, ModelTarget):
             values = score(
                 target.image_set,
@@ -90,7 +85,7 @@ def measure(
                 rewards,
                 batch_size=IMAGES_PER_BATCH,
                 total=total,
-                on_progress=on_progress,
+                name=target.name,
             )
             yield TargetResult(target.name, target.description, target.image_set, values)
             continue
@@ -107,7 +102,7 @@ def measure(
             )
             loaded = target.pipeline
         load_target_weights(policy, target)
-        values = _measure_model(policy, target, rows, rewards, total=total, steps=steps, on_progress=on_progress, kept=kept)
+        values = _measure_model(policy, target, rows, rewards, total=total, steps=steps, kept=kept)
         yield TargetResult(target.name, target.description, rows, values)
         kept = None
 
@@ -128,7 +123,6 @@ def _measure_model(
     *,
     total: bool,
     steps: int,
-    on_progress: Callable[[int, int], None],
     kept: dict[int, Tensor] | None,
 ) -> dict[str, list[float]]:
     microbatch = model.args.microbatch
@@ -152,7 +146,7 @@ def _measure_model(
         with policy.base_model():
             return generate_own(indices)
 
-    values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, on_progress=on_progress)
+    values = score(rows, generate, rewards, microbatch, total, of_base=generate_by_base, name=model.name)
     if diversity_rows:
         second_images = generate_with_seeds(diversity_rows, [image_seed(rows.seeds[i] or 0, 0, 1) for i in diversity_rows])
         differences = rms_difference(torch.stack([first_images[i] for i in diversity_rows]), second_images).tolist()
@@ -180,29 +174,29 @@ def score(
     total: bool = False,
     *,
     of_base: Callable[[Sequence[int]], Tensor] | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, count: None,
+    name: str = "images",
 ) -> dict[str, list[float]]:
     """B values by metric. Images are loaded or generated in batches; those of a prompt are in one batch.
 
     Args:
         images_of: returns the images (n, 3, H, W) in [0, 1] of n rows.
         of_base: the same of the base model, with which pair rewards compare.
+        name: of what is measured, for the progress.
     """
     values: dict[str, list[float]] = {}
-    done = 0
-    for indices in prompt_batches(rows.prompts, batch_size):
-        images, prompts = images_of(indices), [rows.prompts[i] for i in indices]
-        base = of_base(indices) if of_base is not None and rewards.has_pairs else None
-        with phase(f"scoring {counted(len(prompts), 'image')} by {', '.join(rewards.rewards)}"):
-            total_reward, by_name = rewards.against(base, images, prompts, **rows.columns(indices))
-        metrics = {"reward": total_reward, **by_name, HIGH_FREQUENCY_POWER: high_frequency_power(images)}
-        metrics[DIVERSITY] = diversity(images, prompts)
-        for name, numbers in metrics.items():
-            column = values.setdefault(name, [math.nan] * len(rows))
-            for i, value in zip(indices, numbers.tolist(), strict=True):
-                column[i] = value
-        done += len(indices)
-        on_progress(done, len(rows))
+    with phase(f"measuring {name}", total=len(rows), unit="images") as measuring:
+        for indices in prompt_batches(rows.prompts, batch_size):
+            images, prompts = images_of(indices), [rows.prompts[i] for i in indices]
+            base = of_base(indices) if of_base is not None and rewards.has_pairs else None
+            with phase(f"scoring {counted(len(prompts), 'image')} by {', '.join(rewards.rewards)}"):
+                total_reward, by_name = rewards.against(base, images, prompts, **rows.columns(indices))
+            metrics = {"reward": total_reward, **by_name, HIGH_FREQUENCY_POWER: high_frequency_power(images)}
+            metrics[DIVERSITY] = diversity(images, prompts)
+            for metric, numbers in metrics.items():
+                column = values.setdefault(metric, [math.nan] * len(rows))
+                for i, value in zip(indices, numbers.tolist(), strict=True):
+                    column[i] = value
+            measuring.advance(len(indices))
     if not total:
         values.pop("reward", None)
     return {name: column for name, column in values.items() if any(math.isfinite(value) for value in column)}
