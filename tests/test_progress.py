@@ -13,14 +13,13 @@ from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
 
 from flow_grpo import progress
+from flow_grpo.cli.rewards import probe as rewards_test
 from flow_grpo.cli.score import score as run_score
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.evaluation import measure
-from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.plan import hardware
 from flow_grpo.progress import Lines, Phase, PhaseProgress, phase, show_phases
 from flow_grpo.rewards import WeightedSum
@@ -179,17 +178,19 @@ def names(monkeypatch):
 def test_plan_a_dry_run_and_the_look_at_a_reward_say_what_they_are_at(tmp_path, monkeypatch, names):
     monkeypatch.setattr(hardware, "SECONDS", 0.0)
     dry_run(args := short_run(tmp_path / "run"))
-    pictures = RewardInputs(torch.rand(2, 3, 8, 8), ["a", "b"], {})
-    reward_probe.measure("own", lambda: lambda images, prompts: images.mean((1, 2, 3)), pictures)
     brightness = f"{SAMPLE_REWARDS}:brightness"
+    save_grid(
+        file := tmp_path / "grid.png", torch.rand(2, 3, 8, 8), [ImageInfo(prompt, 0, "m") for prompt in "ab"], columns=2
+    )
+    rewards_test(brightness, file, out=tmp_path / "ranked.png")
     for what in (
         f"tracing the code of {args.model}",
         "measuring this machine",
         f"calling reward {brightness}",
-        "loading reward own",
+        f"loading reward {brightness}",
     ):
         assert what in names
-    assert "scoring 2 images by own, original and perturbed" in names
+    assert f"scoring 2 images by {brightness}, original and perturbed" in names
 
 
 def test_score_eval_and_a_run_say_which_reward_they_load_and_when_they_score(tmp_path, names):

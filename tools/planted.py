@@ -863,8 +863,8 @@ BUGS = [
     (
         "the doctor calls a random reward deterministic",
         "flow_grpo/doctor/reward_probe.py",
-        "repeated=[call.values for call in repeated],",
-        "repeated=[repeated[0].values] * 2,",
+        "again=again.original,",
+        "again=first.original,",
         "tests/doctor/test_rewards.py -k each_fault_of_a_reward",
     ),
     (

@@ -84,13 +84,14 @@ def probe(
         typer.Option(help="PNG of the images, best first; by default reward_NAME.png.", show_default=False),
     ] = None,
 ) -> None:
-    """Test a reward on images: original, blurred, noisy and with wrong prompts; latency, memory, determinism.
+    """Test a reward on images: original, blurred, noisy and with wrong prompts; latency, determinism.
 
     [bold]flow-grpo rewards test ocr --images samples/grid.png[/bold]
     """
     from flow_grpo import rewards
     from flow_grpo.doctor import reward_probe
     from flow_grpo.evaluation.group_dependence import RewardInputs
+    from flow_grpo.progress import phase
 
     reward, options = parse_reward(name)
     promptless = not rewards.reads_prompts(reward, **options)
@@ -99,9 +100,13 @@ def probe(
     check_suffix(file, [".png"])
     prepare_file(file)
     inputs = RewardInputs(image_set.images(), image_set.prompts, image_set.columns())
-    stats = reward_probe.measure(reward, lambda: rewards.load(reward, **options), inputs)
-    reward_probe.show(console, f"{reward} on {counted(len(image_set), 'image')} of {images}", stats)
-    reward_probe.save_ranked(file, reward, inputs, image_set.labels, stats.values[reward_probe.ORIGINAL])
+    with phase(f"loading reward {reward}"):
+        loaded = rewards.load(reward, **options)
+    count = counted(len(image_set), "image")
+    with phase(f"scoring {count} by {reward}, original and perturbed"):
+        stats = reward_probe.measure(reward, loaded, inputs, reward_probe.perturbed(inputs))
+    reward_probe.show(console, f"{reward} on {count} of {images}", reward, stats)
+    reward_probe.save_ranked(file, reward, inputs, image_set.labels, stats.original)
     say(f"best to worst: {file}")
 
 

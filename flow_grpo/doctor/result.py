@@ -76,7 +76,7 @@ def show(console: Console, title: str, sections: Iterable[CheckSection], passed:
     sentence = "The checks were not completed."
     try:
         for section, section_results in sections:
-            console.print(_table(console, section, section_results))
+            console.print(section_table(console, section, section_results))
             if section:
                 console.print()
             rows += [{"section": section, **dataclasses.asdict(result)} for result in section_results]
@@ -91,7 +91,7 @@ def show(console: Console, title: str, sections: Iterable[CheckSection], passed:
     return all(result.status != ERROR for result in results)
 
 
-def _table(console: Console, section: str, results: list[CheckResult]) -> Table:
+def section_table(console: Console, section: str, results: list[CheckResult]) -> Table:
     """One section. Its columns are as wide as those of the others, so that they line up."""
     width = min(console.width, MAX_WIDTH)
     table = Table(box=None, pad_edge=False, show_header=bool(section), header_style="bold", width=width)

@@ -99,7 +99,6 @@ class RunChecks:
             rewards=trainer.eval_rewards,
             in_rollouts=trainer.rewards.rewards,
             inputs=sampled.reward_inputs,
-            group_size=trainer.stage.args.images_per_prompt,
             sampling_seconds=sampled.seconds,
         )
 

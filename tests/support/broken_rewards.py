@@ -22,16 +22,6 @@ def rates_prompts(images, prompts):
     return torch.tensor([float(len(prompt)) for prompt in prompts]) + 0.1 * images.mean((1, 2, 3))
 
 
-def inverts(images, prompts):
-    """Writes into the images that it was given."""
-    return images.neg_().add_(1).mean((1, 2, 3))
-
-
-def with_gradient(images, prompts):
-    with torch.enable_grad():
-        return images.mean((1, 2, 3)) * torch.ones(1, requires_grad=True)
-
-
 def dark(images, prompts):
     """Lowest for nearly all images."""
     values = torch.zeros(len(prompts))
@@ -39,7 +29,6 @@ def dark(images, prompts):
     return values
 
 
-def doubles(images, prompts):
-    """Changes the default dtype of the whole process."""
-    torch.set_default_dtype(torch.float64)
-    return images.mean((1, 2, 3))
+def inverts(images, prompts):
+    """Writes into the images that it was given."""
+    return images.neg_().add_(1).mean((1, 2, 3))
