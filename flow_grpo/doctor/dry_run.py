@@ -10,7 +10,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig, RewardConfig
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
 from flow_grpo.plan.estimate import StepEstimator, dtype_of
-from flow_grpo.plan.fit import rates_of, run_time, slower_dtype
+from flow_grpo.plan.fit import rates_of, run_time
 from flow_grpo.plan.hardware import GB, Hardware
 from flow_grpo.plan.meta_pipeline import FOLDERS, load_for_plan
 from flow_grpo.plan.trace import UntraceableModel
@@ -181,7 +181,7 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     whole, estimator = estimator, estimator.heaviest_stage()
     args, name = estimator.args, "a step of the stage that takes most memory" if args.stages else "a step"
     estimate, rates = estimator.estimate(args.microbatch), rates_of(estimator, hardware, args.microbatch)
-    seconds = estimate.seconds(rates[estimator.dtype]) / hardware.count
+    seconds = estimate.seconds(rates) / hardware.count
     images, (height, width) = args.prompts_per_step * args.images_per_prompt, estimator.image_size
     frames = estimator.trace.image_shape[:-3]
     step_images = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
@@ -190,11 +190,9 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
         f"{name}: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
     ]
     largest = max(1, estimator.largest_microbatch(hardware.memory))
-    lines.append(f"the run, without rewards: {run_time(whole, hardware, rates[estimator.dtype], largest, held_out)}")
+    lines.append(f"the run, without rewards: {run_time(whole, hardware, rates, largest, held_out)}")
     if estimate.peak > hardware.memory:
         lines.append(f"warning: {hardware.name} has {hardware.memory / GB:.0f} GB: `flow-grpo plan` shows what would fit.")
-    if slower := slower_dtype(rates, estimator.dtype):
-        lines.append(f"warning: {slower}")
     return lines
 
 

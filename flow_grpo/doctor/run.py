@@ -10,7 +10,7 @@ import torch
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor import groups, resources, rewards, update
 from flow_grpo.doctor.result import OK, WARNING, CheckResult, CheckSection, failed
-from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS
+from flow_grpo.plan.fit import held_out_images
 from flow_grpo.trainer import FlowGRPOTrainer
 
 
@@ -141,9 +141,6 @@ class RunChecks:
         first_prompts = trainer.eval_set.prompts[: trainer.stage.microbatch]
         settings = trainer.args.held_out
         sampling = resources.sampling_seconds(trainer.policy.with_guidance(settings.guidance), first_prompts, settings.steps)
-        num_prompts, images_per_prompt = len(trainer.eval_set), settings.images_per_prompt
         num_models = 2 if trainer.eval_rewards.has_pairs else 1
-        images = num_prompts * images_per_prompt * num_models + (
-            min(NUM_DIVERSITY_PROMPTS, num_prompts) if images_per_prompt == 1 else 0
-        )
+        images = num_models * held_out_images(trainer.args, len(trainer.eval_set))
         return images * (sampling + (self.reward_checks.seconds if self.reward_checks else 0.0))

@@ -139,21 +139,21 @@ class StepEstimator:
             largest -= 1  # the memory of graphs is not linear
         return largest
 
-    def rates(self, microbatch: int, dtype: torch.dtype | None = None) -> Rates:
-        """The speed of this machine at the model's own blocks, in the plan's dtype or another one.
+    def rates(self, microbatch: int) -> Rates:
+        """The speed of this machine at the model's own blocks, in the plan's dtype.
 
         If they are not known or cannot be measured, a fraction of that of a large matrix product.
         """
-        device, dtype = torch.device("cuda" if self.cuda else "cpu"), dtype or self.dtype
+        device = torch.device("cuda" if self.cuda else "cpu")
         try:
             blocks = self.trace.blocks(2)
             per_row = self.trace.forward_operations / 2 / sum(block.count for block in blocks)
             rows = max(1, min(microbatch, int(BLOCK_OPERATIONS[self.cuda] / per_row)))
             with phase("measuring this machine"):
                 meta = self.trace.policy.pipe.transformer.cast
-                return hardware.measure_rates(self.trace.blocks(rows), device, dtype, meta)
+                return hardware.measure_rates(self.trace.blocks(rows), device, self.dtype, meta)
         except Exception:  # a block that cannot be called alone, or none
-            return Rates.of_device(device, dtype)
+            return Rates.of_device(device, self.dtype)
 
     def _transient_of(self, microbatch: int) -> dict[str, float]:
         """Bytes by phase. Where graphs are kept, those of all micro-batches, also its own, are in memory when a backward pass begins."""

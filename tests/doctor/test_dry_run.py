@@ -29,7 +29,7 @@ SAMPLES = SAMPLE_REWARDS
 @pytest.fixture(autouse=True)
 def quick(known_traces, monkeypatch):
     """No measurement of this machine."""
-    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: Rates(1e12, 1e12))
+    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch: Rates(1e12, 1e12))
 
 
 def refused(args: FlowGRPOConfig) -> str:

@@ -34,7 +34,7 @@ def test_a_healthy_run_has_no_error_and_nothing_is_written(tmp_path, monkeypatch
         return ModelTrace(args.model_copy(update={"model": str(small)}), *more, **given)
 
     monkeypatch.setattr(estimate, "ModelTrace", traced)
-    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch, dtype=None: Rates(1e12, 1e12))
+    monkeypatch.setattr(StepEstimator, "rates", lambda self, microbatch: Rates(1e12, 1e12))
     settings = [
         "prompts_per_step=6", "microbatch=12", "updates=2", "sampling.steps=6", "objective.window={schedule: fixed, size: 2}",
         "objective.keep_graphs=false", "lora.targets=[to_q, to_out.0]",
