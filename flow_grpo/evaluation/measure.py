@@ -183,7 +183,7 @@ def score(
         of_base: the same of the base model, with which pair rewards compare.
         name: of what is measured, for the progress.
     """
-    values: dict[str, list[float]] = {}
+    values: dict[str, Tensor] = {}
     with phase(f"measuring {name}", total=len(rows), unit="images") as measuring:
         for indices in prompt_batches(rows.prompts, batch_size):
             images, prompts = images_of(indices), [rows.prompts[i] for i in indices]
@@ -193,13 +193,12 @@ def score(
             metrics = {"reward": total_reward, **by_name, HIGH_FREQUENCY_POWER: high_frequency_power(images)}
             metrics[DIVERSITY] = diversity(images, prompts)
             for metric, numbers in metrics.items():
-                column = values.setdefault(metric, [math.nan] * len(rows))
-                for i, value in zip(indices, numbers.tolist(), strict=True):
-                    column[i] = value
+                column = values.setdefault(metric, torch.full((len(rows),), math.nan, dtype=torch.float64))
+                column[indices] = numbers.double().cpu()
             measuring.advance(len(indices))
     if not total:
         values.pop("reward", None)
-    return {name: column for name, column in values.items() if any(math.isfinite(value) for value in column)}
+    return {metric: column.tolist() for metric, column in values.items() if column.isfinite().any()}
 
 
 def prompt_batches(prompts: Sequence[str], batch_size: int) -> Iterator[list[int]]:

@@ -45,11 +45,13 @@ class TrainingProfiler:
         """Go on to the next step."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        assert self._profile is not None
         self._profile.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Write the profile of a run that ends within the profiled steps."""
-        self._profile.stop()
+        if self._profile is not None:
+            self._profile.stop()
 
     def _write(self, measured: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
