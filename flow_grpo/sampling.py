@@ -176,7 +176,7 @@ def _transition(
     """Mean and std of step i of the schedule."""
     sigma, sigma_next = schedule.sigmas[i], schedule.sigmas[i + 1]
     name, level = stochastic.transition, stochastic.noise_level
-    return sde.transition(name, x, v, sigma, sigma_next, noise_level=level, sigma_max=schedule.second_sigma)
+    return sde.transition(name, x, v, sigma, sigma_next, noise_level=level, sigma_max=schedule.sigmas[1])
 
 
 def number_shape(x: Float[Tensor, "n *state"]) -> tuple[int, ...]:

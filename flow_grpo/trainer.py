@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from flow_grpo.errors import Interrupted
 from flow_grpo.evaluation.evaluator import Evaluator
 from flow_grpo.report import page
 from flow_grpo.rewards.interrupt import background
-from flow_grpo.run_folder import opening
+from flow_grpo.run_folder import layout, opening
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.group_advantages import experience_of
@@ -87,7 +88,7 @@ class FlowGRPOTrainer:
         self.processes.stop_requested = False
         with (
             self.processes.together(to_the_end=True),
-            self.state.explain_write_errors(),
+            opening.explain_write_errors(self.folder),
             ExitStack() as lock,
             Tracker(self.folder, self.args.steps, silent=not self.processes.is_main, on_log=self.callbacks.log) as tracker,
             handle_signals(self._interrupt),
@@ -156,15 +157,7 @@ class FlowGRPOTrainer:
             scores = stage.sampler.gather_scores(futures, batch.group)
         with self.policy.meter.phase("advantage"):
             compared = stage.compare(batch, trajectory, scores)
-        return experience_of(
-            batch,
-            trajectory,
-            scores,
-            compared,
-            selection=args.objective.needs.selection,
-            updates=args.updates,
-            processes=self.processes,
-        )
+        return experience_of(batch, trajectory, scores, compared, args=args, processes=self.processes)
 
     @property
     def step(self) -> int:
@@ -243,7 +236,9 @@ class FlowGRPOTrainer:
         """Evaluate if it is due or requested, but not again what a resumed run has in its metrics."""
         due = self.eval_set is not None and (requested or self._evaluation_is_due)
         if due and not self.processes.all_gather(tracker.has_evaluation(self.step))[0]:
-            self.evaluator.evaluate_and_record(self.step, self.stage.microbatch, tracker, self.state.save_best_weights)
+            self.evaluator.evaluate_and_record(
+                self.step, self.stage.microbatch, tracker, partial(self.state.save_weights, layout.BEST)
+            )
             self.state.report_warnings(tracker.warn)
             if self.processes.is_main:
                 page.write_report(self.folder)

@@ -58,12 +58,6 @@ class PromptBatch:
         prompts, metadata = [self.prompts[i] for i in indices], [self.metadata[i] for i in indices]
         return PromptBatch(prompts, metadata, self.group[rows], self.image[rows])
 
-    @staticmethod
-    def join(parts: "Sequence[PromptBatch]") -> "PromptBatch":
-        """Several batches as one."""
-        prompts, metadata = [p for part in parts for p in part.prompts], [m for part in parts for m in part.metadata]
-        return PromptBatch(prompts, metadata, torch.cat([p.group for p in parts]), torch.cat([p.image for p in parts]))
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -92,11 +86,6 @@ class Schedule:
         own = 1 - self.sigmas if rises else self.sigmas
         end = self.timesteps[-1:] * own[-1:] / own[-2:-1]
         return torch.stack([torch.linspace(1, 0, len(self) + 1), torch.cat([self.timesteps, end]), self.sigmas], 1)
-
-    @property
-    def second_sigma(self) -> Float[Tensor, ""]:
-        """`flow_sde` uses it where sigma is 1."""
-        return self.sigmas[1]
 
 
 @dataclass(frozen=True)
@@ -139,10 +128,6 @@ class ImageMoves:
     away: Float[Tensor, "B *latent"] | None = None  # of opsd, to the image that was moved against the gradient
     v_old: Float[Tensor, "B *latent"] | None = None  # of opsd, the velocity of the rollout
 
-    def take(self, rows: Int[Tensor, " n"]) -> "ImageMoves":
-        """The moves of some images."""
-        return ImageMoves(**{name: values[rows] for name, values in self._given.items()})
-
     @property
     def _given(self) -> dict[str, Tensor]:
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -171,12 +156,6 @@ class GradientStates:
     # by which the reward falls on a short step against its gradient, if that was measured
     fall: dict[str, Float[Tensor, "B E"]]
     moves: "ImageMoves | None" = None
-
-    def take(self, rows: Int[Tensor, " n"]) -> "GradientStates":
-        """The states of some images."""
-        gradient, fall = ({name: v[rows] for name, v in values.items()} for values in (self.gradient, self.fall))
-        moves = None if self.moves is None else self.moves.take(rows)
-        return replace(self, x=self.x[rows], gradient=gradient, fall=fall, moves=moves)
 
     @staticmethod
     def join(parts: "Sequence[GradientStates]") -> "GradientStates":
@@ -242,10 +221,9 @@ class Trajectory:
         return Trajectory(schedule, stochastic, final=final, graphs={0: kept} if kept else {}, **columns)
 
     def take(self, rows: Int[Tensor, " n"]) -> "Trajectory":
-        """These rows, without graphs."""
-        states = None if self.gradient_states is None else self.gradient_states.take(rows)
+        """These rows, without graphs and gradient states."""
         taken = self._with_rows({name: values[rows] for name, values in self._rows().items()})
-        return replace(taken, gradient_states=states)
+        return replace(taken, gradient_states=None)
 
     def to(self, device: torch.device) -> "Trajectory":
         """The same with its records on that device; graphs and final latents stay."""

@@ -37,23 +37,16 @@ def test_noise_levels_are_shifted_by_the_schedulers_table_where_there_is_one():
     torch.testing.assert_close(timestep, torch.tensor([900.0, 800, 700, 400, 100]))
 
 
-def test_what_stands_for_a_sigma_of_1_is_the_second_of_the_schedule():
-    assert float(SCHEDULE.second_sigma) == 0.5
-
-
 def test_metadata_become_columns_with_none_where_a_row_has_none():
     batch = PromptBatch(["a", "b"], [{"target": 1, "bound": 2}, {"target": 3}], torch.tensor([0, 1]), torch.tensor([0, 0]))
     assert batch.columns() == {"bound": [2, None], "target": [1, 3]}
 
 
-def test_a_batch_is_taken_apart_and_joined_with_all_that_belongs_to_a_row():
+def test_a_batch_is_taken_apart_with_all_that_belongs_to_a_row():
     batch = PromptBatch(["a", "b", "c"], [{"n": 0}, {"n": 1}, {"n": 2}], torch.tensor([4, 4, 9]), torch.tensor([0, 1, 0]))
     taken = batch.take(ROWS)
     assert (taken.prompts, taken.columns()) == (["c", "a"], {"n": [2, 0]})
     assert (taken.group.tolist(), taken.image.tolist()) == ([9, 4], [0, 0])
-    joined = PromptBatch.join([taken, batch.take(torch.tensor([1]))])
-    assert (joined.prompts, joined.columns()) == (["c", "a", "b"], {"n": [2, 0, 1]})
-    assert (joined.group.tolist(), joined.image.tolist()) == ([9, 4, 4], [0, 0, 1])
 
 
 def test_a_trajectory_is_taken_apart_and_joined_with_all_that_belongs_to_a_row():

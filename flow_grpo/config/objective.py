@@ -430,12 +430,8 @@ class Stepwise(Objective):
     """Whether the update uses the rollout's own graphs of the trained steps in place of replaying them (LeanGRPO, arXiv 2609.03528):
     faster, same gradient, for one update on a rollout. All graphs of a step are in memory at once, see `flow-grpo plan`."""
 
-    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
-        """The loss of n rows at one trained step.
-
-        Args:
-            observed_clip: the clip range that was seen at this step, for `clip_low: auto`.
-        """
+    def loss(self, step: TrainedStep, advantage: Tensor) -> Loss:
+        """The loss of n rows at one trained step. One with `clip_low: auto` also takes the clip range that was seen at this step."""
         raise NotImplementedError
 
     def losses_per_image(self, sampling_steps: int) -> int:
@@ -495,7 +491,7 @@ class Reinforce(StepWeight, Stepwise):
     name: Literal["reinforce"] = "reinforce"
     needs: ClassVar[Needs] = Needs(zero_at_zero_advantage=True, single_update=True)
 
-    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
+    def loss(self, step: TrainedStep, advantage: Tensor) -> Loss:
         return objectives.reinforce(step, advantage)
 
 
@@ -519,7 +515,7 @@ class Dppo(StepWeight, Stepwise):
     latent."""
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
-    def loss(self, step: TrainedStep, advantage: Tensor, observed_clip: float = math.inf) -> Loss:
+    def loss(self, step: TrainedStep, advantage: Tensor) -> Loss:
         return objectives.dppo(step, advantage, self.threshold)
 
 

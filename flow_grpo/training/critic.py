@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flow_grpo.advantages import CLAMP
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
-from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
+from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.types import PromptBatch, Scores, Trajectory
 
 NUM_EPOCHS = 4  # passes of the critic over a rollout
@@ -96,7 +96,7 @@ class Critic(nn.Module):
         return sum(errors) / len(errors)
 
 
-class CriticAdvantages:
+class CriticAdvantages(Comparer):
     """Gives the advantages of `ppo` in place of the group. It runs on one process."""
 
     def __init__(self, policy: Policy, critic: Critic, groups: GroupAdvantages) -> None:
@@ -111,7 +111,7 @@ class CriticAdvantages:
             text = self.policy.encode(batch.prompts).pooled()[rows]
             advantage[scored], own = self.critic.advantages(trajectory.take(rows), scores.total[rows], text)
             metrics |= own
-        return Comparison(advantage, scored, informative, scored, metrics)
+        return Comparison(advantage, scored, scored, metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer of the critic; copies, which later steps leave alone."""

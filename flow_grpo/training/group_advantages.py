@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,7 +15,7 @@ from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
-from flow_grpo.training.losses import load_custom_function
+from flow_grpo.training.own_functions import load_custom_function
 from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
 
 MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
@@ -28,33 +28,33 @@ class Comparison:
     Attributes:
         advantage: a column for each trained step if each has its own; 0 in rows that are not scored.
         scored: the rows of groups in which every reward is a number. A dropped reward drops its group.
-        informative: the scored rows of groups whose rewards differ.
         has_loss: the rows that the policy is trained on.
         gradient_weights: of objectives by reward gradients, the weight of each reward's gradient for this process's images.
     """
 
     advantage: Float[Tensor, "B *K"]
     scored: Bool[Tensor, " B"]
-    informative: Bool[Tensor, " B"]
     has_loss: Bool[Tensor, " B"]
     metrics: dict[str, float]
     gradient_weights: dict[str, Tensor] | None = None
 
 
-class Comparer(Protocol):
+class Comparer:
     """Gives the images of a step their advantages, or the weights of their rewards' gradients. Some learn from step to step."""
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Compare B images of all processes; the trajectory is of this process."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """The values that steps change, for a checkpoint."""
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
 
 
-class GroupAdvantages:
+class GroupAdvantages(Comparer):
     """Compares images with those of their group, by the settings of a stage.
 
     Attributes:
@@ -64,7 +64,6 @@ class GroupAdvantages:
     def __init__(self, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
         self.args, self.rewards = args, rewards
         self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
-        self._trains_on_zero_std_groups = args.trains_on_zero_std_groups
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Compare the images of a step; their trajectory is not looked at."""
@@ -72,7 +71,7 @@ class GroupAdvantages:
         advantage, has_loss = torch.zeros(len(scored)), torch.zeros_like(scored)
         metrics = reward_metrics(batch, scores, informative)
         if not scored.any():
-            return Comparison(advantage, scored, informative, has_loss, metrics)
+            return Comparison(advantage, scored, has_loss, metrics)
         by_reward, weights = self.trained_rewards(batch, scores.by_name)
         for prompt_set, in_set in (rows_by_set(batch.metadata) or {"": scored}).items():
             rows = in_set & scored
@@ -87,18 +86,11 @@ class GroupAdvantages:
                 method=self.method,
                 prompt_set=prompt_set,
             )
-        if self._trains_on_zero_std_groups:
+        if self.args.trains_on_zero_std_groups:
             has_loss = scored
         elif self.args.objective.needs.selection != "all":  # images are selected of groups in which the sum differs
             has_loss = informative
-        return Comparison(advantage, scored, informative, has_loss, metrics)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: each step is compared by itself."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore nothing."""
+        return Comparison(advantage, scored, has_loss, metrics)
 
     def row_masks(self, batch: PromptBatch, scores: Scores) -> tuple[Tensor, Tensor]:
         """`scored` and `informative` (B,), as of `Comparison`."""
@@ -208,8 +200,7 @@ def experience_of(
     scores: Scores,
     compared: Comparison,
     *,
-    selection: str,
-    updates: int,
+    args: FlowGRPOConfig,
     processes: Processes,
 ) -> Experience:
     """The experience of this process: its rows of a step.
@@ -217,17 +208,16 @@ def experience_of(
     Args:
         batch, scores, compared: of all processes.
         trajectory: of this process.
-        selection: the images of a group that are trained on, as of `Needs.selection`.
-        updates: of the step.
     """
-    rows, rows_per_group = select_rows(selection, scores.total, batch.group, compared.has_loss)
-    is_local, states = processes.owns(batch.group, updates), trajectory.gradient_states
+    rows, rows_per_group = select_rows(args.objective.needs.selection, scores.total, batch.group, compared.has_loss)
+    is_local, states = processes.owns(batch.group, args.updates), trajectory.gradient_states
+    local_index = is_local.cumsum(0) - 1
     weights = compared.gradient_weights
     return Experience(
         batch=batch.take(is_local.nonzero()[:, 0]),
         trajectory=trajectory,
         advantage=compared.advantage[is_local],
-        rows=local_rows(rows, is_local),
+        rows=local_index[rows[is_local[rows]]],
         rows_per_group=rows_per_group,
         groups=batch.group[compared.scored].unique(),
         metrics=compared.metrics,
@@ -254,9 +244,3 @@ def select_rows(selection: str, reward: Tensor, group: Tensor, has_loss: Tensor)
         rows += [best] if selection == "best" else [best, members[reward[members].argmin()]]
     selected = torch.stack(rows) if rows else torch.zeros(0, dtype=torch.long)
     return selected, 1 if selection == "best" else 2
-
-
-def local_rows(rows: Tensor, is_local: Tensor) -> Tensor:
-    """Rows of this process, as indices into its own batch; is_local is (B,) bool."""
-    local_index = is_local.cumsum(0) - 1
-    return local_index[rows[is_local[rows]]]

@@ -14,7 +14,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
-from flow_grpo.training.group_advantages import Comparison, GroupAdvantages, reward_metrics
+from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_sum
 
 DECAY = 0.9  # of the running mean square of a reward's gradient
@@ -146,7 +146,7 @@ def weights_of_rows(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tenso
     return dict(zip(rewards.trained_weights, of_rows.unbind(1), strict=True))
 
 
-class GradientWeights:
+class GradientWeights(Comparer):
     """Weighs the rewards' gradients, each by the running rms of its own, so that no unit of a reward or its latents counts.
 
     Attributes:
@@ -181,7 +181,7 @@ class GradientWeights:
                 metrics[f"reward_gradient/{name}/S1"] = falls / num_falls
             weights[name] = weights[name] / max(self.mean_square.get(name, 0.0) ** 0.5, 1e-12)
         zeros = torch.zeros(len(scored))
-        return Comparison(zeros, scored, informative, scored, metrics, gradient_weights=weights)
+        return Comparison(zeros, scored, scored, metrics, gradient_weights=weights)
 
     def state_dict(self) -> dict[str, float]:
         """The running mean squares, for a checkpoint."""
@@ -199,7 +199,7 @@ class ImageMover(Protocol):
         """The velocities at the trained states that lead to the moved images."""
 
 
-class Mending:
+class Mending(Comparer):
     """Moves images along the gradient of their reward, as `mend` does, and weighs moved and kept ones.
 
     Attributes:
@@ -264,7 +264,7 @@ class Mending:
             former = median if self.ceiling is None else self.ceiling
             self.ceiling = max(former, former + self.CEILING_RATE * (median - former))
             metrics["mend/reward_ceiling"] = self.ceiling
-        return Comparison(weight, scored, informative, scored, metrics)
+        return Comparison(weight, scored, scored, metrics)
 
     def state_dict(self) -> dict[str, float | None]:
         """The values that steps change, for a checkpoint."""

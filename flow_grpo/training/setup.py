@@ -1,19 +1,11 @@
-"""The parts of a run: prompts, rewards, the policy with what is trained, and digests of what a run depends on besides its settings.
+"""The parts of a run: prompts, rewards, and the policy with what is trained."""
 
-A run folder keeps the digests, and a resumed run compares them: a file may move, but not change. Not seen are modules that a reward's
-file imports, and what a server runs.
-"""
-
-import hashlib
-import inspect
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
@@ -23,26 +15,23 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import DTYPES, bf16_speedup, default_dtype, usable_device
-from flow_grpo.policy.hub import INDEX, looks_like_hub_id, resolve_lora
 from flow_grpo.policy.loading import add_trainable_weights, check_guidance, check_size, load_policy, pipeline_of
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
-from flow_grpo.rewards import REGISTRY, Reward, WeightedSum
+from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.text import counted, suggest
 from flow_grpo.training.anchors import add_references
-from flow_grpo.training.losses import load_custom_function
+from flow_grpo.training.inputs import digests_of_inputs
+from flow_grpo.training.own_functions import load_custom_function
 from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
 HUMAN = "human"  # the reward that asks a person
 # Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
 COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
-WHOLE_FILE = 16 << 20  # bytes up to which a file is read as a whole
-BLOCKS, BLOCK = 64, 1 << 16  # of a larger one, so many blocks of so many bytes, evenly spaced
-WEIGHTS = (".safetensors", ".bin", ".json")  # of a folder, the files that count
 
 
 def load_reward(name: str, setting: RewardConfig) -> Reward:
@@ -258,68 +247,57 @@ def build_run(
     Raises:
         FlowGRPOError: whatever does not fit, in one sentence.
     """
-    processes = Processes.from_environment(args.device)  # first: what is wrong on one machine is said by all
-    with processes.together():
-        return _build_run(processes, args, model, reward_funcs, train_dataset=train_dataset, eval_dataset=eval_dataset)
-
-
-def _build_run(
-    processes: Processes,
-    args: FlowGRPOConfig,
-    model: Any,
-    reward_funcs: Any,
-    *,
-    train_dataset: Prompts | None,
-    eval_dataset: Prompts | None,
-) -> RunParts:
-    load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
-    pipe = pipeline_of(model)
-    model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
-    prompts = model_args.training_prompts if train_dataset is None else train_dataset
-    train_set = load_run_prompts(prompts)
-    keeps_model = model is None or (pipe is not None and "model" in args.model_fields_set)
-    run_args = args if keeps_model else model_args  # the run folder, report and export name this model
-    args = run_args.with_launcher_settings()
-    held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
-    eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
-    source = str(prompts) if isinstance(prompts, str | Path) else None
-    start = Start(args, processes.world_size, train_set, eval_set, source=source)
-    found = {**make_checks("settings", start), **make_checks("prompts", start)}
-    eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
-    for prompt_set in (train_set, eval_set or train_set):
-        eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())  # raises if a set names a reward that is not there
-    rewards = eval_rewards.subset(trained)
-    args = args.model_copy(
-        update={"rewards": recorded_rewards(args, reward_funcs), **recorded_prompts(args, prompts, held_out)}
-    )
-    start = replace(start, args=args, trained=rewards, measured={} if eval_set is None else eval_rewards.rewards)
-    found |= make_checks("rewards", start)
-    all_prompts = [*train_set.prompts, *start.held_out_prompts]
-    policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
-    args = settings_of(policy, args) if policy is model else args
-    found |= make_checks("model", replace(start, args=args, policy=policy))
-    check_size(policy, policy.call.get("height"), policy.call.get("width"))
-    prepare_policy(policy, args, processes)
-    inputs = digests_of_inputs(
-        args,
-        train_set,
-        eval_set,
-        model=policy.pipe.name_or_path,
-        dtype=policy.dtype,
-        reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
-    )
-    return RunParts(
-        args=args,
-        processes=processes,
-        policy=policy,
-        train_set=train_set,
-        eval_set=eval_set,
-        prompt_sampler=sampler_of(train_set, args.seed),
-        eval_rewards=eval_rewards,
-        rewards=rewards,
-        start_checks=found,
-        inputs=inputs,
-    )
+    processes = Processes.from_environment(args.device)
+    with processes.together():  # what is wrong on one machine is said by all
+        load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
+        pipe = pipeline_of(model)
+        model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
+        prompts = model_args.training_prompts if train_dataset is None else train_dataset
+        train_set = load_run_prompts(prompts)
+        keeps_model = model is None or (pipe is not None and "model" in args.model_fields_set)
+        run_args = args if keeps_model else model_args  # the run folder, report and export name this model
+        args = run_args.with_launcher_settings()
+        held_out = args.evaluation.prompts if eval_dataset is None else eval_dataset
+        eval_set = None if held_out is None else load_run_prompts(held_out).head(args.evaluation.max_prompts)
+        source = str(prompts) if isinstance(prompts, str | Path) else None
+        start = Start(args, processes.world_size, train_set, eval_set, source=source)
+        found = {**make_checks("settings", start), **make_checks("prompts", start)}
+        eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
+        for prompt_set in (train_set, eval_set or train_set):
+            # raises if a set names a reward that is not there
+            eval_rewards.row_weights(prompt_set.repeat(1).metadata_columns())
+        rewards = eval_rewards.subset(trained)
+        args = args.model_copy(
+            update={"rewards": recorded_rewards(args, reward_funcs), **recorded_prompts(args, prompts, held_out)}
+        )
+        start = replace(start, args=args, trained=rewards, measured={} if eval_set is None else eval_rewards.rewards)
+        found |= make_checks("rewards", start)
+        all_prompts = [*train_set.prompts, *start.held_out_prompts]
+        policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
+        args = settings_of(policy, args) if policy is model else args
+        found |= make_checks("model", replace(start, args=args, policy=policy))
+        check_size(policy, policy.call.get("height"), policy.call.get("width"))
+        prepare_policy(policy, args, processes)
+        inputs = digests_of_inputs(
+            args,
+            train_set,
+            eval_set,
+            model=policy.pipe.name_or_path,
+            dtype=policy.dtype,
+            reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
+        )
+        return RunParts(
+            args=args,
+            processes=processes,
+            policy=policy,
+            train_set=train_set,
+            eval_set=eval_set,
+            prompt_sampler=sampler_of(train_set, args.seed),
+            eval_rewards=eval_rewards,
+            rewards=rewards,
+            start_checks=found,
+            inputs=inputs,
+        )
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:
@@ -342,107 +320,3 @@ def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
     own = policy.has_lora and not policy.lora.is_zero and not (args.lora and args.lora.init_from)
     start = "; it goes on from the LoRA that the policy has" if own else ""
     return f"{where}: {counted(args.steps, 'step')} of {size}; run folder {args.output_dir}{start}"
-
-
-def digests_of_inputs(
-    args: FlowGRPOConfig,
-    train_set: PromptSet,
-    eval_set: PromptSet | None,
-    *,
-    model: str | None,
-    dtype: torch.dtype,
-    reward_funcs: Iterable[Any] = (),
-) -> dict[str, str]:
-    """The digest of each input that is there, by the dotted name of its setting; a reward by the name of its function.
-
-    Args:
-        model: the folder or hub id that the policy was loaded from.
-        reward_funcs: functions and classes that the trainer was given.
-    """
-    found: dict[str, str | None] = {
-        "model": _model(model),
-        "dtype": str(dtype).removeprefix("torch."),
-        "prompts": train_set.fingerprint(),
-        "evaluation.prompts": None if eval_set is None else eval_set.fingerprint(),
-        "lora.init_from": _lora(args.lora.init_from) if args.lora and args.lora.init_from else None,
-    }
-    for name, reward in args.rewards.items():
-        found[f"rewards.{name.rpartition(':')[2]}"] = _code(name)
-        for option, value in reward.options.items():
-            found[f"rewards.{name.rpartition(':')[2]}.options.{option}"] = _path(value)
-    for function in (one for one in reward_funcs if not isinstance(one, str)):
-        name = f"rewards.{getattr(function, '__name__', type(function).__name__)}"
-        found[name] = found.get(name) or _source(function)
-    for number, (_, stage) in enumerate(args.resolved_stages()):
-        prefix = f"stages.{number}." if args.stages else ""
-        found[f"{prefix}objective.name"] = _code(stage.objective.name)
-        found[f"{prefix}objective.advantage"] = _code(stage.objective.advantage)
-        found[f"{prefix}objective.dataset"] = _path(stage.dataset)
-        for place, anchor in enumerate(stage.objective.anchors):
-            found[f"{prefix}objective.anchors.{place}.lora"] = _lora(anchor.lora) if anchor.lora else None
-    return {name: digest for name, digest in found.items() if digest is not None}
-
-
-def file_digest(file: Path) -> str:
-    """The digest of a file's size and content; of a large one, of parts of it, so that a model of 20 GB takes no minute."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        if size <= WHOLE_FILE:
-            digest.update(stream.read())
-        for block in range(BLOCKS if size > WHOLE_FILE else 0):
-            stream.seek(block * (size - BLOCK) // (BLOCKS - 1))
-            digest.update(stream.read(BLOCK))
-    return digest.hexdigest()
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
-
-
-def _folder(folder: Path, pattern: str) -> str | None:
-    files = sorted(file for file in folder.glob(pattern) if file.suffix in WEIGHTS and file.is_file())
-    return _joined(f"{file.relative_to(folder)} {file_digest(file)}" for file in files) if files else None
-
-
-def _model(source: str | None) -> str | None:
-    """Of the parts of a model, whose files are in folders of their own; None if it was built in memory."""
-    if not source or Path(source).is_dir():
-        return _folder(Path(source), "*/*") if source else None
-    cached = try_to_load_from_cache(source, INDEX) if looks_like_hub_id(source) else None
-    return _folder(Path(cached).parent, "*/*") if isinstance(cached, str) else None
-
-
-def _lora(init_from: str) -> str | None:
-    source, file = resolve_lora(init_from)
-    return file_digest(Path(source) / file) if file else _folder(Path(source), "*")
-
-
-def _path(value: Any) -> str | None:
-    """Of a file, or of the weights in a folder; None if the value is neither's path."""
-    path = Path(value) if isinstance(value, str) and len(value) < 1000 else None
-    try:
-        if path is not None and path.is_file():
-            return file_digest(path)
-        return _folder(path, "*") if path is not None and path.is_dir() else None
-    except (OSError, ValueError):  # ValueError: a text with a zero byte
-        return None
-
-
-def _code(name: str) -> str | None:
-    """Of the file that a function of the user's is in, `file.py:function` or `module:function`; None for one of ours."""
-    path, _, function = name.rpartition(":")
-    if not path or name in REGISTRY:
-        return None
-    file = path if path.endswith(".py") else getattr(sys.modules.get(path), "__file__", None)
-    digest = None if file is None else _path(file)
-    return None if digest is None else _joined((function, digest))
-
-
-def _source(function: Any) -> str | None:
-    """Of the source of a function or a class."""
-    try:
-        has_source = inspect.isroutine(function) or inspect.isclass(function)
-        return _joined([inspect.getsource(function if has_source else type(function))])
-    except (OSError, TypeError):
-        return None

@@ -26,8 +26,8 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
-from flow_grpo.training.losses import check_custom_functions
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
+from flow_grpo.training.own_functions import check_custom_functions
 
 FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
 FEW_STEP_SCHEDULERS = re.compile("LCM|SCM|TCD|FlowMap|PiFlow")

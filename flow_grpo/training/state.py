@@ -107,29 +107,24 @@ class Stage:
             True  # the weights have changed, and the step is not counted yet: an error here must not save them
         )
         self.has_advantage = experience.has_advantage or self.args.objective.needs.anchors
-        metrics = {**experience.metrics, **metrics, "speed/tflop": self._total_flops() / 1e12}
+        meter, processes = self.policy.meter, self.processes
+        tflop = sum(processes.all_gather(meter.flops)) / 1e12  # of all processes; 0 if they are not counted
+        metrics = {**experience.metrics, **metrics, "speed/tflop": tflop}
         if step == self.start:
             self._warn_of_small_share(step, metrics)
-        metrics |= self._times(time.perf_counter() - self._started, metrics)
+        seconds = time.perf_counter() - self._started
+        # the main process's numbers are logged, and it alone measures the device
+        measured = tflop if processes.is_main else 0.0
+        speed = meter.speed(seconds, metrics["images"], measured, dtype=self.policy.dtype, processes=processes.world_size)
+        phases = {f"time/{name}": value for name, value in meter.seconds().items()}
         self.update.mid_step = False
-        return metrics
+        return {**metrics, "time/update": self.update.seconds, **phases, "time/step": seconds, **speed}
 
     def _warn_of_small_share(self, step: int, metrics: dict[str, float]) -> None:
         """Add a warning if a trained reward has almost no effect. All processes have the same metrics, and the main one warns."""
         message = explain_small_share(logged_shares(metrics), self.args.objective.advantage)
         if message is not None and self.processes.is_main:
             self.warnings.append(f"in step {step + 1} the reward {message}")
-
-    def _times(self, seconds: float, metrics: dict[str, float]) -> dict[str, float]:
-        """The step's time and speed. The main process's numbers are logged, and it alone measures the device."""
-        meter, tflop = self.policy.meter, metrics["speed/tflop"] * self.processes.is_main
-        speed = meter.speed(seconds, metrics["images"], tflop, dtype=self.policy.dtype, processes=self.processes.world_size)
-        phases = {f"time/{name}": value for name, value in meter.seconds().items()}
-        return {"time/update": self.update.seconds, **phases, "time/step": seconds, **speed}
-
-    def _total_flops(self) -> int:
-        """Operations of the step, of all processes; 0 if they are not counted."""
-        return sum(self.processes.all_gather(self.policy.meter.flops))
 
     def set_microbatch(self, microbatch: int) -> None:
         """Set the micro-batch of one process, at most that large."""
@@ -245,7 +240,7 @@ class RunState:
             "memory": self.stage.loop_state(),
         }
         state.update({name: self.policy.adapter_state(name) for name in self.stage.args.objective.policy_copies})
-        state["copies"] = {name: self.policy.adapter_state(name) for name in self.stage.update.anchors.copies}
+        state["copies"] = {name: self.policy.adapter_state(name) for name in self.stage.update.averages.copies}
         return state
 
     def open_folder(self, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:
@@ -257,10 +252,6 @@ class RunState:
         opening.open_run_folder(self.args, self.inputs, resume, lock, info)
         if not resume:
             opening.write_machine(self.folder, self.policy.device, self.policy.dtype, self.processes.world_size)
-
-    def explain_write_errors(self) -> AbstractContextManager[None]:
-        """Raise FlowGRPOError that says what is left of the run when something could not be written."""
-        return opening.explain_write_errors(self.folder)
 
     def resume(self, info: Callable[[str], None], step: int | None = None) -> None:
         """Restore the checkpoint of a step, by default the newest that rank 0 can read. Every process must call it.
@@ -280,6 +271,15 @@ class RunState:
         if self.processes.is_main:
             self._rewind(info)
 
+    def _rewind(self, info: Callable[[str], None]) -> None:
+        """Delete what the run wrote after the step that it resumes from, and the weights of an earlier end; write the settings."""
+        moved = opening.rewind_run(self.folder, self.step)
+        if moved:
+            info(f"warning: {moved}")
+        if self.step < self.args.steps:
+            remove(self.folder / self._weights_folder)
+        opening.write_settings(self.args, self.inputs)  # some settings may change
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint. FlowGRPOError if it was written with other settings."""
         self.step = state["step"]
@@ -291,6 +291,17 @@ class RunState:
                 f"the checkpoint of step {state['step']} is not one of this run's settings ({first_line(error).rstrip('.')}): "
                 "resume with the settings that it was written with, or start another run by output_dir=..."
             ) from error
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.policy.load_adapter_state(state["adapter"])
+        self.policy.ema.load_state_dict(state["ema"])
+        self.stage.update.optimizer.load_state_dict(state)
+        self.stage.restore_loop_state(state["memory"])
+        self.stage.set_microbatch(self.stage.microbatch)  # it may have been saved by fewer processes
+        for name in state.keys() & self.stage.args.objective.policy_copies.keys():
+            self.policy.load_adapter_state(state[name], name)
+        for name, values in state.get("copies", {}).items():
+            self.policy.load_adapter_state(values, name)
 
     def save(self) -> bool:
         """Write a checkpoint; returns whether this process wrote it. Every process must call it; the main one writes."""
@@ -339,30 +350,6 @@ class RunState:
             with atomic_folder(folder) as new_folder:
                 return folder / self.policy.save(new_folder).relative_to(new_folder)
 
-    def _rewind(self, info: Callable[[str], None]) -> None:
-        """Delete what the run wrote after the step that it resumes from, and the weights of an earlier end; write the settings."""
-        moved = opening.rewind_run(self.folder, self.step)
-        if moved:
-            info(f"warning: {moved}")
-        if self.step < self.args.steps:
-            remove(self.folder / self._weights_folder)
-        opening.write_settings(self.args, self.inputs)  # some settings may change
-
-    def save_best_weights(self) -> None:
-        """Write the weights of the best evaluation so far. Every process must call it."""
-        self.save_weights(layout.BEST)
-
     @property
     def _weights_folder(self) -> str:
         return layout.TRANSFORMER if self.policy.is_full_finetuning else layout.LORA
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self.policy.load_adapter_state(state["adapter"])
-        self.policy.ema.load_state_dict(state["ema"])
-        self.stage.update.optimizer.load_state_dict(state)
-        self.stage.restore_loop_state(state["memory"])
-        self.stage.set_microbatch(self.stage.microbatch)  # it may have been saved by fewer processes
-        for name in state.keys() & self.stage.args.objective.policy_copies.keys():
-            self.policy.load_adapter_state(state[name], name)
-        for name, values in state.get("copies", {}).items():
-            self.policy.load_adapter_state(values, name)

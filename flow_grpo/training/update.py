@@ -153,7 +153,7 @@ class PolicyUpdate:
     def __init__(self, policy: Policy, args: FlowGRPOConfig, stage_start: int, processes: Processes) -> None:
         self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
         self.optimizer = Optimizer(policy, args.optimizer, processes)
-        self.anchors = AnchorCopies(policy, args.objective, stage_start)
+        self.averages = AnchorCopies(policy, args.objective, stage_start)
         self.clip = ClipRange()
         self.mid_step = False
         self.microbatch, self.seconds = args.microbatch, 0.0
@@ -285,7 +285,7 @@ class PolicyUpdate:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
         if self.args.objective.has_auto_clip:
             self.clip.update(self.processes)
-        count = sum(p.numel() for p in self.policy.trainable_parameters().values())
+        count = sum(parameter.numel() for parameter in self.optimizer.parameters)
         return {GRAD_NORM: norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
 
     def _learning_rate(self, step: int) -> float:
@@ -302,7 +302,7 @@ class PolicyUpdate:
         for name, decay in self.args.objective.policy_copies.items():
             self.policy.lora.update_copy(name, decay_at(decay, self._steps_before(step + 1)))
         totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
-        self.anchors.update(step)
+        self.averages.update(step)
         self.mid_step = False
         mean = totals.loss / max(1, num_minibatches)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}

@@ -14,7 +14,7 @@ from flow_grpo.config.objective import OBJECTIVES
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.opening import RESUMABLE, changes
-from flow_grpo.training.setup import BLOCK, WHOLE_FILE, digests_of_inputs, file_digest
+from flow_grpo.training.inputs import BLOCK, WHOLE_FILE, digests_of_inputs, file_digest
 
 REWARD = "def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
 WORDS = "one\ntwo\nthree\nfour\n"
