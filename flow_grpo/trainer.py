@@ -155,7 +155,7 @@ class FlowGRPOTrainer:
         with background(self.processes.should_stop) as thread:  # on a GPU, images are scored while the next ones are sampled
             trajectory, futures = stage.sampler.sample(batch, self.step, thread)
             scores = stage.sampler.gather_scores(futures, batch.group)
-        with self.policy.meter.phase("advantage"):
+        with self.policy.meter.timed("advantage"):
             compared = stage.compare(batch, trajectory, scores)
         return experience_of(batch, trajectory, scores, compared, args=args, processes=self.processes)
 

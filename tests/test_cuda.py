@@ -177,7 +177,7 @@ def test_on_the_second_gpu_times_are_those_of_its_kernels():
     device, meter = torch.device("cuda:1"), StepMeter(None, torch.device("cuda:1"))
     work = partial(torch.matmul, *torch.randn(2, 8192, 8192, device=device))
     seconds = fastest(work, device, 0.2)
-    with meter.phase("rollout"):
+    with meter.timed("rollout"):
         for _ in range(10):
             work()
     assert meter.seconds()["rollout"] == pytest.approx(10 * seconds, rel=0.5)

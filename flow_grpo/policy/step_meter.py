@@ -96,7 +96,7 @@ class StepMeter:
             yield
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
         """Count the time of this context for one of `PHASES`. A phase inside another one counts for itself alone.
 
         On a GPU a phase ends when its kernels do: CUDA events are recorded, and read once, by `seconds`. A profiler shows the phase.

@@ -63,6 +63,7 @@ class GroupAdvantages(Comparer):
 
     def __init__(self, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
         self.args, self.rewards = args, rewards
+        self.trains_on_zero_std_groups = args.trains_on_zero_std_groups
         self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
@@ -86,7 +87,7 @@ class GroupAdvantages(Comparer):
                 method=self.method,
                 prompt_set=prompt_set,
             )
-        if self.args.trains_on_zero_std_groups:
+        if self.trains_on_zero_std_groups:
             has_loss = scored
         elif self.args.objective.needs.selection != "all":  # images are selected of groups in which the sum differs
             has_loss = informative

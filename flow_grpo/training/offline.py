@@ -57,7 +57,7 @@ class GivenImages:
         batch = PromptBatch(
             prompts, [{} for _ in prompts], local_groups[rows // self.rows_per_pair], rows % self.rows_per_pair
         )
-        with self.policy.meter.phase("encode"):
+        with self.policy.meter.timed("encode"):
             final = self.policy.encode_images(torch.stack(images), microbatch)
         return Experience(
             batch,

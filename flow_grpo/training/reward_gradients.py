@@ -109,7 +109,7 @@ class EndpointGradients:
             return gradient
 
         slice_size = 1 if self.args.memory.vae_slicing else microbatch
-        with self.policy.meter.phase("reward"):
+        with self.policy.meter.timed("reward"):
             return self.policy.decode_vjp(latents, image_gradient, slice_size), fall, torch.cat(decoded)
 
     def weighted(self, latents: Tensor, batch: PromptBatch, microbatch: int) -> Tensor:

@@ -73,7 +73,7 @@ class ImageSampler:
         """
         batch, window = batch.take(self.processes.owns(batch.group, self.args.updates).nonzero()[:, 0]), self.window(step)
         trajectories, futures = [], list[Future[Scores]]()
-        with self.policy.meter.phase("encode"):
+        with self.policy.meter.timed("encode"):
             for model in dict.fromkeys((self.model, self.policy)):
                 # all at once, in full passes of the text encoders; the parts find them cached
                 model.encode(batch.prompts)
@@ -89,9 +89,9 @@ class ImageSampler:
                 trajectories.append(trajectory)
                 futures.append(scores)
                 continue
-            with self.policy.meter.phase("rollout"):
+            with self.policy.meter.timed("rollout"):
                 trajectories.append(self.trajectory(step, part, window, keep_graphs=keep_graphs))
-            with phase(f"step {step + 1}, decoding"), self.policy.meter.phase("decode"):
+            with phase(f"step {step + 1}, decoding"), self.policy.meter.timed("decode"):
                 latents = trajectories[-1].final
                 images = self.policy.meter.decoding(latents, partial(self.policy.decode, latents, self.microbatch))
             futures.append(thread.submit(self.begin_scoring(part, images)))
@@ -110,7 +110,7 @@ class ImageSampler:
         states = objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
         gradients = EndpointGradients(self.policy, self.args, objective, self.rewards)
         visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
-        with self.policy.meter.phase("rollout"):
+        with self.policy.meter.timed("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}
 
@@ -131,7 +131,7 @@ class ImageSampler:
             return replace(found, moves=self.mover.moves(found, end)), images, scores
 
         try:
-            with phase(f"step {step + 1}, gradients of rewards"), self.policy.meter.phase("decode"):
+            with phase(f"step {step + 1}, gradients of rewards"), self.policy.meter.timed("decode"):
                 gradient_states, images, scores = wait_for(thread.submit(find), self.processes.should_stop)
         except FlowGRPOError as error:
             failed = Future[Scores]()
@@ -148,10 +148,10 @@ class ImageSampler:
         """The scores of the rows of all processes, each of which scores its own. group is (B,)."""
 
         def local_scores() -> Scores:
-            with self.policy.meter.phase("reward"):  # the images that were not scored while others were sampled
+            with self.policy.meter.timed("reward"):  # the images that were not scored while others were sampled
                 return Scores.join([wait_for(future, self.processes.should_stop) for future in futures])
 
-        with phase("scoring images"), self.policy.meter.phase("wait"):
+        with phase("scoring images"), self.policy.meter.timed("wait"):
             scores = Scores.join(self.processes.gather_or_raise(local_scores, (FlowGRPOError, Interrupted)))
         order = self.processes.owner(group, self.args.updates).argsort(stable=True).argsort()
         return scores.take(order)
@@ -172,7 +172,7 @@ class ImageSampler:
             visited: by steps of the schedule, lists to which the state and the velocity there are added for each micro-batch.
         """
         objective, seed, shape = self.args.objective, self.args.seed, self.latent_shape
-        with self.policy.meter.phase("encode"):
+        with self.policy.meter.timed("encode"):
             conditioning, own_conditioning = (model.encode(batch.prompts) for model in (self.model, self.policy))
         stepwise = objective if isinstance(objective, Stepwise) else None
         shared = stepwise is not None and stepwise.shared_initial_noise

@@ -53,7 +53,7 @@ class Optimizer:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of a part of the loss."""
-        with self.meter.phase("backward"):
+        with self.meter.timed("backward"):
             self.scaler.scale(loss).backward()
 
     def reduce_gradients(self) -> Tensor:
@@ -183,9 +183,9 @@ class PolicyUpdate:
         self.clip.reset()
 
     def _batch_loss(self, experience: Experience, step: int) -> BatchLoss:
-        with self.policy.meter.phase("encode"):
+        with self.policy.meter.timed("encode"):
             conditioning = self.policy.encode(experience.batch.prompts)
-        with self.policy.meter.phase("forward"):
+        with self.policy.meter.timed("forward"):
             return loss_of_batch(
                 self.policy, self.args, experience, conditioning, step=step, clip=self.clip, microbatch=self.microbatch
             )
@@ -207,7 +207,7 @@ class PolicyUpdate:
         """
         chunks = list(self._chunks(minibatch, batch_loss.fixed_positions))
         chunks += self._padding_chunks(len(chunks), minibatch.batch_size)
-        with self.policy.meter.phase("forward"):
+        with self.policy.meter.timed("forward"):
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
                 kept = totals if weight.any() else LossMetrics()  # none are of a chunk that only pads
@@ -215,7 +215,7 @@ class PolicyUpdate:
                     row_weight = weight.to(loss.value.device, non_blocking=True)
                     self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
                     kept.add(loss, row_weight / batch_loss.count)
-        with self.policy.meter.phase("optimizer"):  # the norm is fetched with the losses, by one wait for the GPU
+        with self.policy.meter.timed("optimizer"):  # the norm is fetched with the losses, by one wait for the GPU
             totals.add_number(GRAD_NORM, self.optimizer.reduce_gradients())
         if not self.mid_step:
             self._check_ratio(totals)
@@ -269,7 +269,7 @@ class PolicyUpdate:
         norm = totals.collect().numbers.pop(GRAD_NORM)
         was_mid_step, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
-            with self.policy.meter.phase("optimizer"):
+            with self.policy.meter.timed("optimizer"):
                 self.optimizer.step(self._learning_rate(step), norm)
         except FlowGRPOError:
             self.mid_step = was_mid_step

@@ -199,7 +199,7 @@ def test_what_is_timed_on_a_gpu_is_waited_for_on_that_gpu(monkeypatch):
     fastest(lambda: None, device, 0.0)
     assert set(waits) == {device}
     meter = StepMeter(None, device)
-    with meter.phase("rollout"):
+    with meter.timed("rollout"):
         pass
     assert streams == ["stream of cuda:1"] * 2
 
@@ -225,13 +225,13 @@ def clock(monkeypatch):
 
 def test_a_phase_within_another_counts_for_itself_alone(clock):
     meter = StepMeter(None, torch.device("cpu"))
-    with meter.phase("rollout"):
+    with meter.timed("rollout"):
         clock[0] += 2
-        with meter.phase("encode"):
+        with meter.timed("encode"):
             clock[0] += 3
         clock[0] += 5
     clock[0] += 11  # of no phase
-    with meter.phase("encode"):
+    with meter.timed("encode"):
         clock[0] += 7
     assert meter.seconds() == {"rollout": 7.0, "encode": 10.0}
 
@@ -243,17 +243,17 @@ def test_the_time_before_an_error_counts_and_the_phase_ends(clock):
         clock[0] += 2
         raise ValueError("broken")
 
-    with pytest.raises(ValueError, match="broken"), meter.phase("reward"):
+    with pytest.raises(ValueError, match="broken"), meter.timed("reward"):
         fails()
     clock[0] += 3
-    with meter.phase("reward"):
+    with meter.timed("reward"):
         clock[0] += 5
     assert meter.seconds() == {"reward": 7.0}
 
 
 def test_a_step_begins_at_zero(clock):
     meter = StepMeter(None, torch.device("cpu"))
-    with meter.phase("reward"):
+    with meter.timed("reward"):
         clock[0] += 2
     meter.counts_flops = False
     with meter.step():
