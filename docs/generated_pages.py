@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from flow_grpo.cli.app import app
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import section_types
+from flow_grpo.config.objective_by_name import section_types
 from flow_grpo.config.template import json_schema
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,8 @@ from support.run_contents import MEASURED
 
 from flow_grpo import advantages, sde
 from flow_grpo.advantages import ADVANTAGES
-from flow_grpo.config.objective import OBJECTIVES, section_type
+from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.trainer import FlowGRPOTrainer

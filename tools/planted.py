@@ -1056,7 +1056,7 @@ BUGS = [
     ),
     (
         "an objective by one word keeps a setting that it does not have",
-        "flow_grpo/config/objective.py",
+        "flow_grpo/config/objective_by_name.py",
         "if key in read or key not in old.model_fields}",
         "if True}",
         "tests/config/test_objective_by_name.py -k over_a_preset",

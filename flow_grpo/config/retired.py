@@ -7,7 +7,8 @@ Those that moved are read in both places.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from flow_grpo.config.objective import Objective, Stepwise, WindowConfig, is_custom, section_type
+from flow_grpo.config.objective import Objective, Stepwise, WindowConfig, is_custom
+from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.errors import FlowGRPOError
 
 

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator
 
 from flow_grpo.config.loading import TRAINING_PROMPTS
-from flow_grpo.config.objective import Objective, read_objective
+from flow_grpo.config.objective import Objective
+from flow_grpo.config.objective_by_name import read_objective
 from flow_grpo.config.sections import (
     ConfigSection,
     EvaluationConfig,

@@ -7,7 +7,8 @@ from typing import Any
 import yaml
 
 from flow_grpo.config.loading import TRAINING_PROMPTS, bundled_file, dump_yaml
-from flow_grpo.config.objective import is_custom, section_types
+from flow_grpo.config.objective import is_custom
+from flow_grpo.config.objective_by_name import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 
 BASE = "sd35_medium_ocr"  # the settings for a model that no bundled config trains

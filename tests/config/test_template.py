@@ -8,7 +8,7 @@ import yaml
 from support.cli_process import run
 
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.config.objective import section_types
+from flow_grpo.config.objective_by_name import section_types
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig, LoraConfig, MemoryConfig, OptimizerConfig, SamplingConfig
 from flow_grpo.config.template import _setting, json_schema, template

@@ -15,7 +15,7 @@ from support.sample_rewards import brightness
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.doctor.model import check_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.devices import DTYPES

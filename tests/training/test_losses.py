@@ -10,7 +10,7 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling, sde
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.losses import ClipRange, LossMetrics, mean_by_group

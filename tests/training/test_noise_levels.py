@@ -6,7 +6,7 @@ from scipy import stats
 from support import small_policy as small
 
 from flow_grpo import sampling
-from flow_grpo.config.objective import section_type
+from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.training.losses import add_noise, draw_noise_level
 from flow_grpo.types import NoisedImage, Schedule
