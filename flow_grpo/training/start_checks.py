@@ -281,38 +281,6 @@ def encoding_of_images(start: Start) -> list[str]:
     return []
 
 
-CHECKS: dict[Part, dict[str, Check]] = {
-    "settings": {
-        "tracking services": tracking_services,
-        "4 and 8 bit": eight_bit,
-        "cache of embeddings": embedding_cache,
-        "device": device,
-        "own functions": custom_functions,
-        "teachers": teachers,
-        "shares of processes": shares,
-        "micro-batches": small_microbatches,
-        "off-policy steps": off_policy_steps,
-    },
-    "prompts": {
-        "prompts of a step": enough_prompts,
-        "prompt syntax": prompt_syntax,
-        "held-out prompts trained on": held_out_prompts,
-        "test sets trained on": test_sets,
-    },
-    "rewards": {
-        "groups on one process": shares,
-        "groups of evaluations": groups_of_evaluations,
-        "gradients of rewards": reward_gradients,
-    },
-    "model": {
-        "few-step model": few_step_model,
-        "images of prompts": images_of_prompts,
-        "frames of rewards": frames_of_rewards,
-        "encoding of images": encoding_of_images,
-    },
-}
-
-
 # -- the run folder, and sizes ----------------------------------------------------------------------------------------
 
 
@@ -370,3 +338,38 @@ def is_few_step(model: str, pipe: Any | None) -> bool:
         return False
     by_scheduler = FEW_STEP_SCHEDULERS.search(type(pipe.scheduler).__name__)
     return bool(by_scheduler or pipe.config.get("is_distilled"))
+
+
+# -- the list ------------------------------------------------------------------------------------------------------------
+
+
+CHECKS: dict[Part, dict[str, Check]] = {
+    "settings": {
+        "tracking services": tracking_services,
+        "4 and 8 bit": eight_bit,
+        "cache of embeddings": embedding_cache,
+        "device": device,
+        "own functions": custom_functions,
+        "teachers": teachers,
+        "shares of processes": shares,
+        "micro-batches": small_microbatches,
+        "off-policy steps": off_policy_steps,
+    },
+    "prompts": {
+        "prompts of a step": enough_prompts,
+        "prompt syntax": prompt_syntax,
+        "held-out prompts trained on": held_out_prompts,
+        "test sets trained on": test_sets,
+    },
+    "rewards": {
+        "groups on one process": shares,
+        "groups of evaluations": groups_of_evaluations,
+        "gradients of rewards": reward_gradients,
+    },
+    "model": {
+        "few-step model": few_step_model,
+        "images of prompts": images_of_prompts,
+        "frames of rewards": frames_of_rewards,
+        "encoding of images": encoding_of_images,
+    },
+}
