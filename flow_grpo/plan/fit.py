@@ -36,13 +36,13 @@ PHASE_NAMES = {
 }
 # that take less memory, cheap ones first; the last one takes the place of the one before
 SETTINGS = (
-    ["objective.keep_graphs=false"],
-    ["memory.offload_text_encoders=true"],
-    ["memory.gradient_checkpointing=true"],
-    ["memory.offload_trajectories=true"],
-    ["optimizer.name=adamw_8bit"],
-    ["memory.quantize=nf4"],
-    ["memory.quantize=null", "memory.offload=groups"],
+    "objective.keep_graphs=false",
+    "memory.offload_text_encoders=true",
+    "memory.gradient_checkpointing=true",
+    "memory.offload_trajectories=true",
+    "optimizer.name=adamw_8bit",
+    "memory.quantize=nf4",
+    "memory.quantize=null memory.offload=groups",
 )
 
 
@@ -126,12 +126,12 @@ def _load_if_here(name: str, setting: RewardConfig) -> Reward:
 
 
 def advice(estimator: StepEstimator, memory: float, base: float = 0.0) -> list[str]:
-    """What is missing of a run that does not fit into `memory` bytes, beside `base`, and settings that save it, one more in each line."""
+    """What is missing of a run that does not fit into `memory` bytes, beside `base`, and the few settings with which it fits."""
     traces = {estimator.args.memory.gradient_checkpointing: estimator.trace}  # all that the model's code depends on here
 
     def peak_with(settings: list[str]) -> float:
         try:
-            args = estimator.args.with_overrides(settings)
+            args = estimator.args.with_overrides(" ".join(settings).split())
             checkpointing = args.memory.gradient_checkpointing
             changed = StepEstimator(args, estimator.cuda, estimator.count, traces.get(checkpointing))
         except FlowGRPOError:  # they do not go together
@@ -140,19 +140,19 @@ def advice(estimator: StepEstimator, memory: float, base: float = 0.0) -> list[s
         return changed.estimate(1, base).peak
 
     peak, chosen = peak_with([]), list[str]()
-    lines = [
-        f"It does not fit: with microbatch=1, {gigabytes(peak - memory, 1)} are missing. With one setting more in each line:"
-    ]
-    while peak > memory:
-        setting = next((setting for setting in SETTINGS if peak_with([*chosen, *setting]) < peak), None)
-        if setting is None:
-            left = "smaller images by height and width, a smaller model, or memory.shard=fsdp2 on several GPUs"
-            return [*lines, f"No other setting of ours saves more; what is left are {left}."]
-        chosen += setting
-        peak = peak_with(chosen)
-        missing = f"{gigabytes(peak - memory, 1)} are still missing" if peak > memory else "it fits"
-        lines.append(f"  {' '.join(setting)}: {missing}")
-    return lines
+    first = f"It does not fit: with microbatch=1, {gigabytes(peak - memory, 1)} are missing."
+    for setting in SETTINGS:
+        if peak > memory and (smaller := peak_with([*chosen, setting])) < peak:
+            peak, chosen = smaller, [*chosen, setting]
+    for setting in reversed(chosen):  # what a later one makes needless
+        fewer = [other for other in chosen if other != setting]
+        if peak_with(fewer) <= max(peak, memory):
+            chosen = fewer
+    if peak <= memory:
+        return [first, f"It fits with: {' '.join(chosen)}"]
+    left = "smaller images by height and width, a smaller model, or memory.shard=fsdp2 on several GPUs"
+    missing = f"With {' '.join(chosen)} {gigabytes(peak - memory, 1)} are still missing; w" if chosen else "W"
+    return [first, f"{missing}hat is left are {left}."]
 
 
 def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: float = 0.0) -> bool:
