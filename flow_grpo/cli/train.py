@@ -73,6 +73,8 @@ def train(
         print(args.to_yaml())
         if not dry_run:
             return
+    if profile is not None and args.steps < 2:
+        raise FlowGRPOError("--profile leaves out the first step, which also loads libraries: set steps=2 or more.")
     if num_processes > 1 and "RANK" not in os.environ and not dry_run:
         options = [*([f"--resume={resume}"] if resume else []), *(["--profile", str(profile)] if profile else [])]
         raise typer.Exit(_launch(num_processes, file or DEFAULT_CONFIG, settings, options, Path(args.output_dir)))

@@ -13,7 +13,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.evaluation.generate import generate_images
 from flow_grpo.plan.estimate import StepEstimate, StepEstimator
-from flow_grpo.policy.devices import DTYPES, matmul_speed
+from flow_grpo.policy.devices import DTYPES, machine_memory, matmul_speed
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.step_meter import PHASES
@@ -72,7 +72,7 @@ def check_memory(
 ) -> CheckResult:
     """Check that a step fits into memory, from one step's metrics and estimate of each stage."""
     cuda = device.type == "cuda"
-    total = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+    total = torch.cuda.get_device_properties(device).total_memory if cuda else machine_memory()
     estimated = [
         stage_estimate[0].peak - stage_estimate[0].persistent.get("CUDA", 0.0)
         for stage_estimate in estimates

@@ -6,14 +6,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.meta_pipeline import BlockCall
-from flow_grpo.policy.devices import fastest, matmul_speed
+from flow_grpo.policy.devices import fastest, machine_memory, matmul_speed
 from flow_grpo.policy.memory import FLOAT8, cast_layers
 from flow_grpo.policy.step_meter import ModelFlopCounter
 from flow_grpo.text import suggest
@@ -108,7 +107,7 @@ class Hardware:
         """This machine's GPU or CPU."""
         cuda = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name(device) if cuda else "this CPU"
-        memory = torch.cuda.get_device_properties(device).total_memory if cuda else psutil.virtual_memory().total
+        memory = torch.cuda.get_device_properties(device).total_memory if cuda else machine_memory()
         return cls(name, memory_gb * GB if memory_gb else memory, None, count, cuda)
 
 

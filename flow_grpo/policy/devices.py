@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -15,11 +16,19 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import expanded, write_atomic
 from flow_grpo.text import first_line
 
+# the memory that a container may use, of both versions of Linux's control groups
+MEMORY_LIMITS = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FASTER = 1.2  # smallest factor by which bf16 is faster than fp32 on a CPU where it is chosen
 CACHE = Path("~/.cache/flow-grpo/device_speed.json")
 ROUNDS = 5
 SLOW = 0.3  # seconds of a large matrix product on a CPU that has no units for its dtype
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory, or of what this container may use of it."""
+    limits = [file.read_text().strip() for file in MEMORY_LIMITS if file.is_file()]
+    return min([psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdecimal())])  # else it is `max`
 
 
 def usable_device(device: str | None) -> str:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
@@ -20,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import comfyui, lora_file
+from flow_grpo.policy.devices import machine_memory
 from flow_grpo.policy.families import lora_header
 from flow_grpo.policy.hub import PEFT_WEIGHTS, WEIGHTS, expert_lora, expert_weights
 from flow_grpo.policy.library_logging import quietly
@@ -352,7 +352,7 @@ def _check_memory(rank: int, layers: Iterable[torch.nn.Linear]) -> None:
     """Raise FlowGRPOError if a LoRA of that rank on these layers would alone fill this machine's memory."""
     # not by the shape of the weights: bitsandbytes packs them into a column
     needed = 4 * rank * sum(layer.in_features + layer.out_features for layer in layers)
-    available = psutil.virtual_memory().total
+    available = machine_memory()
     if needed > available:
         raise FlowGRPOError(
             f"lora.rank={rank}: the LoRA alone would take {gigabytes(needed, 0)}, and this machine has {available / 1e9:.0f}: set "

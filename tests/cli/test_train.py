@@ -46,6 +46,10 @@ def test_more_processes_than_a_machine_can_run_are_refused(tmp_path):
     assert "--num-processes=99999 is too many" in run("train", "--num-processes", "99999", cwd=tmp_path, code=2)
 
 
+def test_a_profile_of_a_run_of_one_step_is_refused(tmp_path):
+    assert "leaves out the first step" in run("train", "tiny_ocr", "steps=1", "--profile", "1", cwd=tmp_path, code=2)
+
+
 def test_show_config_prints_every_setting_and_trains_nothing(trained):
     output = run("train", "short.yaml", "output_dir=runs/dry", "optimizer.lr=0.25", "--show-config", cwd=trained)
     assert "lr: 0.25" in output

@@ -9,6 +9,15 @@ from flow_grpo.policy.devices import default_device, default_dtype
 from flow_grpo.policy.loading import load_policy
 
 
+def test_the_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
+    total = devices.machine_memory()
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(devices, "MEMORY_LIMITS", [limit, tmp_path / "missing"])
+    for content, memory in (("1000000000\n", 10**9), (str(2**62), total), ("max\n", total)):
+        limit.write_text(content)
+        assert devices.machine_memory() == memory
+
+
 def test_a_device_that_is_not_there_is_a_clear_error(monkeypatch):
     with pytest.raises(ValueError, match="device=warp can't be used here"):
         load_policy("tiny", "warp")
