@@ -1,7 +1,8 @@
 """Call rewards: one reward, or a weighted sum of several, of which a prompt may name some (its metadata column `rewards`)."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -393,47 +394,41 @@ class WeightedSum:
         return any(map(self.is_pair, self.rewards))
 
     def _score_one(self, name: str, batch: _Images) -> Tensor:
-        reward, prompts, group = self.rewards[name], batch.prompts, batch.group
-        if name not in self.drop_on_error:
-            return score(name, reward, batch.images, prompts, group, **batch.metadata)
-        if scopes.scope_of(reward) == scopes.IMAGE:
-            return self._or_nan(name, batch)
-        values = torch.empty(len(prompts))
-        for rows in scopes.rows_by_group(prompts if group is None else group):  # the group that fails is dropped alone
-            values[rows] = self._or_nan(name, batch.take(rows))
+        if name not in self.drop_on_error or scopes.scope_of(self.rewards[name]) == scopes.IMAGE:
+            return self._score_part(name, batch)
+        values = torch.empty(len(batch.prompts))
+        for rows in scopes.rows_by_group(batch.prompts if batch.group is None else batch.group):
+            values[rows] = self._score_part(name, batch.take(rows))  # the group that fails is dropped alone
         return values
 
-    def _or_nan(self, name: str, batch: _Images) -> Tensor:
-        """Values (B,) of one call, in which all are one group, if groups matter; NaN where the reward failed."""
-        reward, prompts = self.rewards[name], batch.prompts
-        try:
-            values = call_reward(name, reward, batch.images, prompts, batch.metadata, group=[0] * len(prompts))
-        except UserCodeMemoryError:
-            raise  # with less memory in use it may succeed
-        except ValueError as error:
-            self.drop_messages.append(f"{error} All of them were left out.")
-            return torch.full((len(prompts),), math.nan)
-        return self._counted(name, values)
+    def _score_part(self, name: str, batch: _Images) -> Tensor:
+        with self._dropping(name):
+            values = call_reward(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, group=batch.group)
+            return self._finite(name, values, batch.prompts)
+        return torch.full((len(batch.prompts),), math.nan)
 
     def _gradient_of_one(self, name: str, batch: _Images, rho: float) -> RewardGradient:
-        def compute() -> RewardGradient:
-            return reward_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
+        with self._dropping(name):
+            result = reward_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
+            return result._replace(value=self._finite(name, result.value, batch.prompts))
+        return _without_gradient(batch.images, rho)
 
-        if name not in self.drop_on_error:
-            result = compute()
-            _check_finite(name, result.value, batch.prompts)
-            return result
+    @contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """Context in which an error of a reward of `drop_on_error` becomes a message, and what follows the context runs."""
         try:
-            result = compute()
+            yield
         except (UserCodeMemoryError, NoGradient):
-            raise
+            raise  # with less memory in use it may succeed; without a gradient it never does
         except ValueError as error:
+            if name not in self.drop_on_error:
+                raise
             self.drop_messages.append(f"{error} All of them were left out.")
-            return _without_gradient(batch.images, rho)
-        return result._replace(value=self._counted(name, result.value))
 
-    def _counted(self, name: str, values: Tensor) -> Tensor:
-        """The values, NaN where they are not finite, of which a message tells."""
+    def _finite(self, name: str, values: Tensor, prompts: list[str]) -> Tensor:
+        """The values, NaN where they are not finite and the reward is of `drop_on_error`. FlowGRPOError for any other reward."""
+        if name not in self.drop_on_error:
+            _check_finite(name, values, prompts)
         missing = int((~values.isfinite()).sum())
         if missing:
             self.drop_messages.append(
