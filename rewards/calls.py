@@ -26,7 +26,7 @@ ROWS = "metadata"  # a parameter that gets the metadata as one dict for each ima
 TEXTS = ("prompt", "prompts", "completion", "completions")
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
 LARGEST = 1e15  # of a value: squares and sums of larger ones leave float32
-_turn = threading.Lock()  # held by the thread that runs the loop of `_loop`
+_turn = threading.Lock()  # held by the thread that runs the loop of `_loop`, while others wait
 Given = TypeVar("Given")
 
 
@@ -60,9 +60,7 @@ def check_inputs(name: str, reward: Any, inputs: int = 2) -> None:
     try:
         takes.bind_partial(*range(inputs))
     except TypeError:
-        makes = inspect.isfunction(reward) and {*takes.parameters} <= {"device"}
-        hint = f"; if it makes a reward, add `reward = {name.rpartition(':')[2]}()` to the file and name `reward`"
-        raise FlowGRPOError(f"{must}{hint if makes else ''}.") from None
+        raise FlowGRPOError(f"{must}.") from None
     if next(iter(takes.parameters)) in TEXTS:
         raise FlowGRPOError(f"{must}: images come first, then prompts.")
 
@@ -93,7 +91,6 @@ def finished(returned: Any, graph: bool = False) -> Any:
     if isinstance(returned, Iterator):
         returned = list(returned)
     if isinstance(returned, Tensor):
-        returned = returned.dequantize() if returned.is_quantized else returned
         returned = (returned if graph else returned.detach()).cpu()
     elif hasattr(returned, "__array__"):
         returned = np.array(returned)  # of a column of a data frame, and of a reversed array, which torch does not read
@@ -110,9 +107,14 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
         FlowGRPOError: it is not one number for each image, or one is too large.
     """
     must = f"for {count} {kind}; it must return one number each"
-    if problem := _no_numbers(returned):
-        raise FlowGRPOError(f"reward {name} returned {problem[0]} {must}{problem[1]}")
+    if returned is None:
+        raise FlowGRPOError(f"reward {name} returned None {must}: is a `return` missing?")
+    if isinstance(returned, Mapping):
+        what = f"a dict with {', '.join(map(str, returned))}"[:200]
+        raise FlowGRPOError(f"reward {name} returned {what} {must}: return one of its entries.")
     try:
+        if torch.as_tensor(returned).is_complex():
+            raise TypeError("they are complex; return their abs() or real")
         values = torch.as_tensor(returned, dtype=torch.float64)
         values = values if values.layout is torch.strided else values.to_dense()
     except Exception as error:  # the object's own conversion may raise anything
@@ -129,41 +131,13 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
     return values.float()
 
 
-def _no_numbers(returned: Any) -> tuple[str, str] | None:
-    """A description of a value that is no list of numbers, with a hint; None if it may be one."""
-    if returned is None:
-        return "None", ": is a `return` missing?"
-    if isinstance(returned, str | bytes):
-        return "text", "."
-    if inspect.isasyncgen(returned):
-        return "an async generator", ": return a list."
-    if isinstance(returned, Mapping):
-        names = ", ".join(map(str, returned))
-        return f"a dict with {names}"[:200], ": return one of its entries."
-    if isinstance(returned, Tensor | np.ndarray):
-        is_complex = returned.is_complex() if isinstance(returned, Tensor) else np.iscomplexobj(returned)
-        return ("complex numbers", ": return their abs() or real.") if is_complex else None
-    items = returned if isinstance(returned, list | tuple) else [returned]
-    for what, types in (("None", type(None)), ("text", str | bytes), ("a dict", Mapping), ("complex numbers", complex)):
-        if any(isinstance(item, types) for item in items):
-            return f"a list with {what} in it", "."
-    return None
-
-
 def _awaited(awaitable: Awaitable) -> Any:
-    """Run it in one event loop for all calls, whichever thread makes them, so that a client can be kept between calls.
-
-    It gets a loop of its own where another thread is running that one.
-    """
+    """Run it in one event loop for all calls, whichever thread makes them, so that a client can be kept between calls."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        if not _turn.acquire(blocking=False):
-            return asyncio.run(_wait(awaitable))
-        try:
-            return _loop(os.getpid()).run_until_complete(_wait(awaitable))
-        finally:
-            _turn.release()
+        with _turn:
+            return _loop(os.getpid()).run_until_complete(awaitable)
     return in_thread(functools.partial(_awaited, awaitable)).result()  # a notebook's cell: its thread runs a loop already
 
 
@@ -171,10 +145,6 @@ def _awaited(awaitable: Awaitable) -> Any:
 def _loop(process: int) -> asyncio.AbstractEventLoop:
     """The event loop of a process; a forked process needs its own."""
     return asyncio.new_event_loop()
-
-
-async def _wait(awaitable: Awaitable) -> Any:
-    return await awaitable
 
 
 def copied(given: Given) -> Given:
