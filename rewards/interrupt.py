@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
 from typing import Any, TypeVar
 
 import torch
@@ -130,7 +129,7 @@ def exit_with_parent(pipe: int) -> None:
     def watch() -> None:
         with contextlib.suppress(OSError):
             os.read(pipe, 1)
-        _exit(0)
+        os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
     if sys.platform == "linux":  # the kernel's SIGIO ends it even if a call keeps every other thread from running

@@ -4,8 +4,8 @@ What the code raises, `sys.exit` included, becomes a `UserCodeError`: one senten
 Global settings that it changes (see `SETTINGS`) are restored, with one warning on stderr for each. Random numbers that it draws from
 the global generators of torch, numpy and random come from separate streams.
 
-Not caught: native code that exits or crashes, `os.execv`, and `os._exit` in a thread that the code started. A reward with
-`isolate: true` only ends its own subprocess then, which is reported.
+Not caught: `os._exit` and native code that exits or crashes. A reward with `isolate: true` only ends its own subprocess then, which is
+reported.
 """
 
 import gc
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +36,10 @@ LIBRARIES = {"site-packages", "dist-packages"}  # files in such folders are not 
 OWN_PACKAGES = {"rewards", "flow_grpo"}
 
 
-def _set_default_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
-    try:
-        torch.get_default_device()
-    except AttributeError:
-        # torch 2.6 can't tell its default device any more after None, unless it is as before the first call
-        del torch._GLOBAL_DEVICE_CONTEXT.device_context
-
-
 # global settings of a process: getter and setter
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "torch's default device": (torch.get_default_device, _set_default_device),
+    "torch's default device": (torch.get_default_device, torch.set_default_device),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
     "torch's grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "torch.use_deterministic_algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -61,12 +52,10 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         for name in ("enabled", "benchmark", "deterministic", "allow_tf32")
     },
     "Python's garbage collector": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
-    "the thresholds of Python's garbage collector": (gc.get_threshold, lambda sizes: gc.set_threshold(*sizes)),
     "the working directory": (os.getcwd, os.chdir),
 }
 changed: dict[str, list[str]] = {}  # settings that the code of a name has changed
 _streams: dict[str, tuple] = {}  # states of the global generators for the code of a name
-_exit, _running = os._exit, threading.local()
 
 
 class UserCodeError(FlowGRPOError):
@@ -88,7 +77,7 @@ def guarded(name: str, sentence: Callable[[str], str]) -> Iterator[None]:
     Raises:
         UserCodeError: the code raised anything but the KeyboardInterrupt of Ctrl-C. It is a UserCodeMemoryError if memory ran out.
     """
-    with one_sentence(sentence), _settings_kept(name), _own_random_numbers(name), _no_exit():
+    with one_sentence(sentence), _settings_kept(name), _own_random_numbers(name):
         yield
 
 
@@ -204,23 +193,3 @@ def _set_random_state(state: tuple[torch.Tensor, Any, Any]) -> None:
     torch.set_rng_state(torch_state)
     np.random.set_state(numpy_state)
     random.setstate(python_state)
-
-
-# -- how it may end the process ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _no_exit() -> Iterator[None]:
-    """Make `os._exit` raise SystemExit in this thread and process; it would end the run at once, possibly with status 0."""
-    former, outside = os._exit, getattr(_running, "process", None)
-    os._exit, _running.process = _refuse, os.getpid()
-    try:
-        yield
-    finally:
-        os._exit, _running.process = former, outside
-
-
-def _refuse(status: int) -> NoReturn:
-    if getattr(_running, "process", None) == os.getpid():  # a forked child may exit
-        raise SystemExit(f"os._exit({status})")
-    _exit(status)

@@ -14,7 +14,7 @@ import threading
 import time
 import zlib
 from contextlib import suppress
-from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
+from os import _exit
 from typing import TYPE_CHECKING, Any
 
 from flow_grpo.errors import INTERRUPTED, PEER_LOST, TEMPORARY, USER_ERROR, FlowGRPOError

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import ip_address
-from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
+from os import _exit
 from typing import Any
 
 import psutil

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from os import _exit  # the real one, also while a reward runs, whose own os._exit is refused
+from os import _exit
 from typing import Any
 
 from flow_grpo.errors import INTERRUPTED

@@ -203,7 +203,6 @@ def test_ctrl_c_stops_all_between_two_steps_and_saves(tmp_path):
     [
         ('raise OSError("no paper")', "no paper (broken.py:"),
         ("sys.exit(0)", "SystemExit"),
-        ("os._exit(0)", "os._exit(0) (broken.py:"),
     ],
 )
 def test_an_error_of_one_rank_is_printed_once_and_ends_all(tmp_path, end, sentence):

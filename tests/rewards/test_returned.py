@@ -222,12 +222,9 @@ def test_a_reward_of_another_shape_is_told_what_to_change(reward, sentence):
 def test_the_garbage_collector_stays_on(capfd):
     def off(images, prompts):
         gc.disable()
-        gc.set_threshold(1)
         return means(images)
 
-    before = gc.get_threshold()
     for _ in range(2):
         rewards.score("mine", off, IMAGES, PROMPTS)
     assert gc.isenabled()
-    assert gc.get_threshold() == before
-    assert capfd.readouterr().err.count("Python's garbage collector") == 2, "one warning for each setting"
+    assert capfd.readouterr().err.count("Python's garbage collector") == 1, "one warning"

@@ -1,7 +1,6 @@
 """Code that a user wrote can neither end a run as a success nor change it without a word, and its errors say where they are."""
 
 import json
-import os
 import random
 import re
 import threading
@@ -27,13 +26,10 @@ from flow_grpo.training.own_functions import load_custom_function
 
 IMAGES, PROMPTS = torch.zeros(2, 3, 4, 4), ["a fox", "a cat"]
 EXITS = """
-import os, sys
+import sys
 
 def at_call(images, prompts):
     sys.exit(0)
-
-def at_once(images, prompts):
-    os._exit(0)
 
 class AtBuild:
     def __init__(self):
@@ -68,9 +64,8 @@ def written(folder: Path, text: str, name: str = "mine") -> str:
     ("reward", "sentence"),
     [
         ("at_import.py:reward", "the reward file at_import.py could not be run: SystemExit: no message (at_import.py:3: `sys.exit()`)"),
-        ("exits.py:AtBuild", "reward exits.py:AtBuild could not be built: SystemExit: no message (exits.py:12 in "),
+        ("exits.py:AtBuild", "reward exits.py:AtBuild could not be built: SystemExit: no message (exits.py:9 in "),
         ("exits.py:at_call", "reward at_call raised SystemExit on 8 images, the first for the prompt "),
-        ("exits.py:at_once", "os._exit(0) (exits.py:8 in at_once: `os._exit(0)`)"),
     ],
 )  # fmt: skip
 def test_a_reward_that_exits_stops_a_run_with_an_error(folder, reward, sentence):
@@ -90,7 +85,7 @@ def test_a_reward_that_exits_stops_a_run_with_an_error(folder, reward, sentence)
         (("doctor", "short.yaml", "rewards={exits.py:at_call: 1}", "evaluation.prompts=null"), 2),
         (("doctor", "short.yaml", "rewards={exits.py:AtBuild: 1}"), 2),
         (("rewards", "info", "at_import.py:reward"), 2),
-        (("rewards", "test", "exits.py:at_once", "--images", "images", "--prompts", "prompts.txt"), 2),
+        (("rewards", "test", "exits.py:at_call", "--images", "images", "--prompts", "prompts.txt"), 2),
         (("score", "images", "--prompts", "prompts.txt", "--reward", "exits.py:at_call"), 2),
         (("eval", "images", "--prompts", "prompts.txt", "--reward", "exits.py:AtBuild"), 2),
         (("serve", "exits.py:AtBuild", "--port", "0"), 2),
@@ -126,16 +121,6 @@ def test_other_ways_to_end_a_process_are_errors_too(folder):
         rewards.score("key", key, IMAGES, PROMPTS)
 
 
-def test_a_process_that_a_reward_forks_may_end_as_it_wants(folder):
-    file = written(
-        folder,
-        "import os\nfrom os import _exit\n\ndef forks(images, prompts):\n    child = os.fork()\n    if not child:\n        _exit(7)\n"
-        "    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] * len(prompts)\n",
-    )
-    assert rewards.score("forks", rewards.load(f"{file}:forks"), IMAGES, PROMPTS).tolist() == [7, 7]
-    assert os._exit is user_code._exit, "outside of a reward it is what it was"
-
-
 def test_an_isolated_reward_that_exits_says_where_and_one_that_native_code_ends_stops_the_run_too(folder):
     text = """
 import ctypes, sys
@@ -159,7 +144,7 @@ def reward(images, prompts):
 
 
 def test_a_served_reward_that_exits_leaves_its_server_alive(folder):
-    loaded = {"exits": rewards.load("exits.py:at_once"), "fine": lambda images, prompts: [1.0] * len(prompts)}
+    loaded = {"exits": rewards.load("exits.py:at_call"), "fine": lambda images, prompts: [1.0] * len(prompts)}
     client = TestClient(server.application(loaded, None, server.Limits()), base_url="http://localhost")
 
     def ask(name: str):
@@ -168,7 +153,7 @@ def test_a_served_reward_that_exits_leaves_its_server_alive(folder):
     refused = ask("exits")
     assert refused.status_code == 422
     assert "SystemExit on 2 images" in refused.json()["detail"]
-    assert "exits.py:8 in at_once" in refused.json()["detail"]
+    assert "exits.py:5 in at_call" in refused.json()["detail"]
     assert ask("fine").json() == {"values": [1.0, 1.0]}
 
 
