@@ -3,8 +3,7 @@
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,20 +186,6 @@ def prepare_folder(folder: Path, option: str = "--out") -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FlowGRPOError(f"nothing can be written to {folder} ({reason}): give another path by {option}.") from error
-
-
-@contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Create the folder as `prepare_folder` does; if the work in this context fails, a new and empty one is removed again."""
-    is_new = not os.path.exists(folder)  # unlike pathlib, it has an answer for a name that is too long
-    prepare_folder(folder)
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            with suppress(OSError):  # it has files
-                folder.rmdir()
-        raise
 
 
 def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flow_grpo.cli.console import say, without_library_messages
-from flow_grpo.cli.options import Trust, config_for_weights, new_folder, say_notes
+from flow_grpo.cli.options import Trust, config_for_weights, prepare_folder, say_notes
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import MAX_JSON, finish_files, new_files, regular_bytes, write_atomic
+from flow_grpo.files import finish_files, new_files, write_atomic
 from flow_grpo.progress import phase
 from flow_grpo.text import counted
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flow_grpo.policy.policy import Policy
 
 GRID, TABLE, FILE_NAME, RESULT = "grid.png", "metadata.jsonl", "file_name", "sample"
-GENEVALS = re.compile(r"\d{5,}/samples/\d{4,}\.(png|webp)")  # the name of an image in GenEval's layout
+OWN_NAME = re.compile(r"(\d{4,}_seed-?\d+|\d{5,}/samples/\d{4,})\.(png|webp)")  # of an image, in both layouts
 Layout = Literal["flat", "geneval"]
 Sources = Annotated[
     list[Path] | None,
@@ -82,8 +82,8 @@ def sample(
     layout: Annotated[
         Layout,
         typer.Option(
-            help="Names of the files: flat is 0000_seed0.png and a metadata.jsonl of all; geneval is 00000/samples/0000.png and "
-            "00000/metadata.jsonl, for each prompt.",
+            help="Names of the files: flat is 0000_seed0.png, geneval is 00000/samples/0000.png and 00000/metadata.jsonl for each "
+            "prompt. Both have a metadata.jsonl of all images.",
         ),
     ] = "flat",
     out: Annotated[Path, typer.Option(help="Folder for grid.png and the single images or videos.")] = Path("samples"),
@@ -110,26 +110,26 @@ def sample(
     name = model if lora is None else f"{model} + {lora}"
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)
-    with new_folder(out):
-        finish_files(out, RESULT)
-        earlier = _earlier_files(out)
-        policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
-        suffix = ".webp" if policy.makes_videos else ".png"
-        names = [f"{_stem(layout, i, cell.seed, seeds)}{suffix}" for i, cell in enumerate(cells)]
-        # without earlier ones, those of a command that is stopped are kept
-        with new_files(out, RESULT, earlier) if earlier else nullcontext(out) as folder:
-            files = [folder / name for name in names]
-            has_grid = _generate(
-                policy,
-                cells,
-                files,
-                grid=folder / GRID,
-                steps=steps or args.evaluation.steps,
-                microbatch=args.microbatch,
-                columns=columns,
-            )
-            for file, rows in _tables(layout, prompt_set, cells, names).items():
-                write_atomic(folder / file, "".join(f"{row}\n" for row in rows))
+    prepare_folder(out)
+    finish_files(out, RESULT)
+    earlier = _earlier_files(out)
+    policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))
+    suffix = ".webp" if policy.makes_videos else ".png"
+    names = [f"{_stem(layout, i, cell.seed, seeds)}{suffix}" for i, cell in enumerate(cells)]
+    # without earlier ones, those of a command that is stopped are kept
+    with new_files(out, RESULT, earlier) if earlier else nullcontext(out) as folder:
+        files = [folder / name for name in names]
+        has_grid = _generate(
+            policy,
+            cells,
+            files,
+            grid=folder / GRID,
+            steps=steps or args.evaluation.steps,
+            microbatch=args.microbatch,
+            columns=columns,
+        )
+        for file, rows in _tables(layout, prompt_set, cells, names).items():
+            write_atomic(folder / file, "".join(f"{row}\n" for row in rows))
     gone = [name for name in earlier if not name.endswith((GRID, TABLE)) and not (out / name).exists()]
     if gone:
         say(f"removed from {out}: {counted(len(gone), 'image')} of an earlier command")
@@ -226,49 +226,33 @@ def _stem(layout: Layout, index: int, seed: int, seeds: int) -> str:
 
 
 def _tables(layout: Layout, prompts: "PromptSet", cells: "list[ImageInfo]", names: list[str]) -> dict[str, list[str]]:
-    """The lines of each table of what the images are, by its path: one as `datasets` reads it, or GenEval's of each prompt."""
+    """The lines of each table, by its path: of all images, as `datasets` reads it, and in GenEval's layout also of each prompt."""
     from flow_grpo.data.prompts import json_value
 
     rows = [
         {"prompt": str(prompt)} | {key: value for key, value in row.items() if value is not None and key != FILE_NAME}
         for prompt, row in zip(prompts.prompts, prompts.metadata, strict=True)
     ]
-    if layout == "geneval":
-        return {f"{i:05d}/{TABLE}": [json.dumps(row, default=json_value)] for i, row in enumerate(rows)}
     seeds = len(cells) // len(rows)
     of_images = [
         {FILE_NAME: name, **rows[i // seeds], "seed": cell.seed}
         for i, (name, cell) in enumerate(zip(names, cells, strict=True))
     ]
-    return {TABLE: [json.dumps(row, default=json_value) for row in of_images]}
+    tables = {TABLE: of_images}
+    if layout == "geneval":
+        tables |= {f"{i:05d}/{TABLE}": [row] for i, row in enumerate(rows)}
+    return {file: [json.dumps(row, default=json_value) for row in content] for file, content in tables.items()}
 
 
 def _earlier_files(folder: Path) -> list[str]:
-    """The images, videos, tables and grid of an earlier `sample`, which their names and contents tell; not those of other programs.
+    """The images, tables and grid of an earlier `sample`, by its table. FlowGRPOError if the folder has a table of other images."""
+    from flow_grpo.data.prompts import load_prompts
 
-    FlowGRPOError if the folder has a table of other images.
-    """
-    from flow_grpo.data.grid import written_cells
-    from flow_grpo.data.image_sets import OF_SAMPLE
-
-    flat = [(file.name, int(name[1])) for file in sorted(folder.iterdir()) if (name := OF_SAMPLE.fullmatch(file.name))]
-    images = [name for name, seed in flat if [cell.seed for cell in written_cells(folder / name)] == [seed]]
-    nested = [str(file.relative_to(folder)) for file in sorted(folder.glob("*/samples/*"))]
-    images += [name for name in nested if GENEVALS.fullmatch(name) and len(written_cells(folder / name)) == 1]
+    table = folder / TABLE
+    if not table.exists():
+        return []
+    images = [str(row.get(FILE_NAME)) for row in load_prompts(str(table)).metadata]
+    if not all(OWN_NAME.fullmatch(name) for name in images):
+        raise FlowGRPOError(f"{table} is a table of other images: give another folder by --out.")
     tables = {f"{name.partition('/')[0]}/{TABLE}" for name in images if "/" in name}
-    if (folder / TABLE).exists():
-        if not _is_own(folder / TABLE):
-            raise FlowGRPOError(f"{folder / TABLE} is a table of other images: give another folder by --out.")
-        tables.add(TABLE)
-    return images + [GRID] * bool(written_cells(folder / GRID)) + sorted(tables)
-
-
-def _is_own(table: Path) -> bool:
-    """Whether a table names images of `sample` alone."""
-    from flow_grpo.data.image_sets import OF_SAMPLE
-
-    try:
-        rows = [json.loads(line) for line in regular_bytes(table, MAX_JSON).splitlines()]
-        return all(OF_SAMPLE.fullmatch(row[FILE_NAME]) for row in rows)
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return False
+    return [name for name in (*images, *sorted(tables), TABLE, GRID) if (folder / name).exists()]

@@ -22,7 +22,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import atomic_file
 from flow_grpo.image_prompt import SourceImage, images_of
 from flow_grpo.rewards import images as reward_images
-from flow_grpo.rewards.images import MAX_PIXELS, open_header, read_image_file, to_pil
+from flow_grpo.rewards.images import MAX_PIXELS, read_image_file, to_pil
 from flow_grpo.rewards.scopes import evenly_spaced, is_video
 
 FIELD = "parameters"
@@ -188,16 +188,6 @@ def read_grid(path: Path) -> tuple[Tensor, list[ImageInfo]]:
         FlowGRPOError: not a PNG, damaged, too large, or written by another program.
     """
     return read_cells(open_image(path), path)
-
-
-def written_cells(path: Path) -> list[ImageInfo]:
-    """The images in a file of `save_grid` or `save_image`, without reading its pixels; [] for any other file."""
-    try:
-        with open_header(path, str(path)) as image:
-            text = image.info.get(CHUNK) or image.getexif()[ExifTags.Base.ImageDescription]
-        return [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in json.loads(text)["cells"]]
-    except (OSError, SyntaxError, ValueError, LookupError, TypeError, RecursionError):
-        return []
 
 
 def has_prompts(image: Image.Image) -> bool:
