@@ -12,7 +12,6 @@ from support.fake_run import synthetic_run
 from flow_grpo.config.loading import MAX_BYTES, read_json, read_text
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.export import model_card
 from flow_grpo.export.export import export
 from flow_grpo.policy import hub
 from flow_grpo.policy.encoding import EmbeddingCache
@@ -134,11 +133,3 @@ def test_files_that_never_end_are_refused(tmp_path):
 def test_no_link_is_made_of_a_name_that_is_no_hub_id(name):
     assert not hub.looks_like_hub_id(name)
     assert hub.looks_like_hub_id("owner-1/model_2.0")
-
-
-@pytest.mark.parametrize("address", ["javascript:alert(1)", "data:text/html,x", "LICENSE)[x](y", "https://a.example/<b>"])
-def test_a_base_models_licence_link_is_an_address_or_a_file(tmp_path, address):
-    (tmp_path / model_card.CARD).write_text(
-        f"---\nlicense: other\nlicense_name: x\nlicense_link: {json.dumps(address)}\n---\n"
-    )
-    assert model_card.base_licence(str(tmp_path)) == {"license": "other", "license_name": "x"}

@@ -9,11 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader
 from PIL import Image
 from safetensors import SafetensorError, safe_open
-from yaml import YAMLError
 
 from flow_grpo import rewards
 from flow_grpo.config import FlowGRPOConfig
@@ -49,7 +48,6 @@ LICENCES: dict[str, tuple[str, ...]] = {
     "Efficient-Large-Model/Sana_1600M_512px_diffusers": ("other", "nscl-v2-custom", "LICENSE.txt"),
 }
 LICENCE_KEYS = ("license", "license_name", "license_link")
-LICENCE_LINK = re.compile(r"https?://[^\s<>\"'`]+|[\w./-]+")  # an address, or a file of the model's
 
 
 def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merged: bool, source: str) -> None:
@@ -177,28 +175,11 @@ def gallery(folder: Path, run: RunReader) -> list[dict[str, Any]]:
 
 
 def base_licence(model: str) -> dict[str, str]:
-    """The base model's licence for the front matter: from its own card if that is on this machine, or from LICENCES; else empty."""
-    file = hub.single_file(model)
-    cached = try_to_load_from_cache(model, CARD) if _on_hub(model) else str((file.parent if file else Path(model)) / CARD)
+    """The base model's licence for the front matter, from LICENCES; empty if it is not known."""
     known = dict(zip(LICENCE_KEYS, LICENCES.get(model, ()), strict=False))
-    if isinstance(cached, str) and Path(cached).is_file():
-        stated = _metadata(Path(cached))
-        own = {key: plain(value) for key in LICENCE_KEYS if isinstance(value := stated.get(key), str) and value}
-        if not LICENCE_LINK.fullmatch(own.get("license_link", "LICENSE")):
-            del own["license_link"]
-        known = own if "license" in own else known
-    link = known.get("license_link", "")
-    if link and "://" not in link and _on_hub(model):
-        known["license_link"] = f"{HUB}/{model}/blob/main/{link}"
+    if "license_link" in known:
+        known["license_link"] = f"{HUB}/{model}/blob/main/{known['license_link']}"
     return known
-
-
-def _metadata(card: Path) -> dict[str, Any]:
-    """The front matter of a model card from anybody; empty if it can't be read."""
-    try:
-        return metadata_load(card) or {}
-    except (OSError, ValueError, YAMLError, RecursionError):
-        return {}
 
 
 def rank_and_alpha(settings: LoraConfig | None, folders: list[Path]) -> dict[str, float] | None:
@@ -230,10 +211,9 @@ def scores_table(run: RunReader, ends: list[int], prompts: int) -> str:
     rows = []
     for name in run.score_names:
         change = summary.change(run, name)
-        error = "" if change["error"] is None else f" ± {number(change['error'])}"
         title = "the sum of the rewards" if name == "reward" else inline_code(short_name(name))
         trained = "yes" if name in run.trained or name == "reward" else "no"
-        numbers = (number(change["first"]), number(change["last"]), number(change["by"], sign=True) + error)
+        numbers = (number(change["first"]), number(change["last"]), summary.change_text(change))
         rows.append((title, trained, *numbers))
     heading = (f"{prompts or ''} held-out prompts".strip(), "trained on", f"step {ends[0]}", f"step {ends[1]}", "change")
     return markdown_table(heading, rows, left=2)

@@ -16,6 +16,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
+from pydantic_core import to_json
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.hacking import of_images
@@ -54,18 +55,15 @@ def write(folders: list[Path], out: Path) -> Path:
     """Write the report of these runs as one file. FlowGRPOError if one of the folders holds no run, or links out of it."""
     for folder in folders:
         check_links(folder)
-    return _write(folders, out)
-
-
-def _write(folders: list[Path], out: Path) -> Path:
-    page = render([RunReader(folder) for folder in folders])
-    write_atomic(out, page)  # it may be read while the run is training
+    write_atomic(out, render([RunReader(folder) for folder in folders]))
     return out
 
 
 def write_report(run: Path) -> Path:
     """Write the report of one run, of this process, into its folder; returns the file."""
-    return _write([run], run / layout.REPORT)
+    out = run / layout.REPORT
+    write_atomic(out, render([RunReader(run)]))  # it may be read while the run is training
+    return out
 
 
 def render(runs: list[RunReader]) -> str:
@@ -92,7 +90,7 @@ def render(runs: list[RunReader]) -> str:
         "has_rows": any(run.step_rows or run.evaluation_rows for run in runs),
         "has_images": [len(entry["frames"]) > 1 and bool(entry["prompts"]) for entry in data],
         "has_groups": [any(step["groups"] for step in entry["groups"]) for entry in data],
-        "data": json_safe({"runs": data}),
+        "data": {"runs": data},
     }
     return template().render(content)
 
@@ -101,6 +99,7 @@ def render(runs: list[RunReader]) -> str:
 def template() -> Template:
     """The page's template."""
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_function"] = lambda value, **_: to_json(value, inf_nan_mode="null").decode()
     environment.filters |= {"plain": plain, "number": number, "short": short_name}
     return environment.get_template("report.html.jinja")
 
@@ -211,23 +210,9 @@ def best_and_worst(run: RunReader) -> list[dict[str, Any]]:
         }
         for i in order
     ]
-    if len(rows) == 1:
-        return [{"title": "The only prompt with a reward", "note": "", "rows": rows}]
-    half = len(rows) // 2
-    if half and rows[0]["now"] == rows[-1]["now"]:
-        return [
-            {"title": f"All {len(now)} prompts have the reward {number(rows[0]['now'])}", "note": "", "rows": rows[:half]}
-        ]
-    parts = {"Best": rows[:half], "Worst": rows[half:][::-1]} if half else {}
-    return [{"title": title, "note": _tied(part, now), "rows": part} for title, part in parts.items()]
-
-
-def _tied(rows: list[dict[str, Any]], values: list[float]) -> str:
-    """The number of prompts that share the last row's reward, if not all of them are shown; else empty."""
-    reward = rows[-1]["now"]
-    count, shown = sum(value == reward for value in values), sum(row["now"] == reward for row in rows)
-    verb = "is" if shown == 1 else "are"
-    return f"{count} prompts have {number(reward)}; {shown} of them {verb} shown" if count > shown else ""
+    half = (len(rows) + 1) // 2
+    parts = {"Best": rows[:half], "Worst": rows[half:][::-1]}
+    return [{"title": title, "rows": part} for title, part in parts.items() if part]
 
 
 def data_uri(file: Path) -> str | None:
@@ -245,15 +230,6 @@ def evenly_spaced(count: int, most: int) -> list[int]:
     if count <= most:
         return list(range(count))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
-
-
-def json_safe(value: Any) -> Any:
-    """The value with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: json_safe(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

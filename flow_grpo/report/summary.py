@@ -29,7 +29,6 @@ PHASES = {
     "backward": "backward passes",
     "optimizer": "optimizer",
 }
-UPDATE = {"update": "updating"}  # instead of the last three in runs of 0.3, which has no parts of it
 
 
 def headline(run: RunReader) -> str:
@@ -129,30 +128,21 @@ def table(run: RunReader) -> dict[str, Any]:
         "columns": [{"name": short_name(name), "trained": name in ("reward", *run.trained)} for name in names]
         + [{"name": IMAGE_METRICS[key], "trained": False} for key in image_metrics],
         "rows": rows,
-        "changes": [_change_text(c) for c in changes]
-        + [_difference(_gain(run.evaluation_rows, key), 4, sign=True) for key in image_metrics if changes],
+        "changes": [change_text(c) for c in changes]
+        + [number(_gain(run.evaluation_rows, key), decimals=4, sign=True) for key in image_metrics if changes],
     }
 
 
-def _change_text(c: dict[str, Any]) -> str:
-    """A change with its error, in the digits of the values that changed: where they have three, tiny changes are 0.000."""
-    shown = number if max(abs(c["first"]), abs(c["last"])) < 0.5e-3 else _difference
-    by, error = shown(c["by"], sign=True), shown(c["error"])
-    return by if c["error"] is None else f"{by} ± {error}"
-
-
-def _difference(value: float | None, decimals: int = 3, sign: bool = False) -> str:
-    """A number without the power of ten that tiny ones have."""
-    if value is None or not math.isfinite(value):
-        return number(value)
-    return number(round(value, decimals) + 0.0, decimals, sign=sign)  # + 0.0: -0.0 would have a minus
+def change_text(changed: dict[str, Any]) -> str:
+    """A `change` with its standard error, if that is known."""
+    error = "" if changed["error"] is None else f" ± {number(changed['error'])}"
+    return number(changed["by"], sign=True) + error
 
 
 def cost(run: RunReader) -> dict[str, Any]:
     """Time, images, machine, and the share of each phase in the time."""
     training, images, evaluating = run.sum_of("time/step"), run.sum_of("images"), run.sum_of("time/evaluation")
-    has_parts = any("time/forward" in row for row in run.step_rows)
-    phases = {label: run.sum_of(f"time/{key}") for key, label in (PHASES if has_parts else {**PHASES, **UPDATE}).items()}
+    phases = {label: run.sum_of(f"time/{key}") for key, label in PHASES.items()}
     phases["evaluating"] = evaluating
     total = training + evaluating
     phases = {label: seconds for label, seconds in phases.items() if seconds >= MIN_SHARE * total > 0}

@@ -508,33 +508,6 @@ def test_the_card_says_what_the_pipeline_makes_of_what(tmp_path, pipeline, task,
     assert argument in card.text
 
 
-@pytest.mark.parametrize(
-    ("metadata", "licence"),
-    [
-        ("self: 1\nlicense: mit", "mit"),
-        ("1: 2\nnull: 3\nlicense: mit", "mit"),
-        ("[a, b]: 4\nlicense: mit", None),
-        ("ignore_metadata_errors: true\nmodel-index: [1]\nlicense: mit", "mit"),
-        ("license: [mit]\nlicense_link: {a: b}", None),
-        ("- license", None),
-        ("license: {{", None),
-        ("license: " + "[" * 2000, None),
-        ("license: 'mit\n\n  ---\n\n  # <b>'", "mit --- # <b>"),
-    ],
-)
-def test_the_base_models_card_may_hold_any_names(tmp_path, metadata, licence):
-    (tmp_path / model_card.CARD).write_text(f"---\n{metadata}\n---\ntext")
-    base_licence = model_card.base_licence(str(tmp_path))
-    assert " ".join(base_licence.get("license", "").split()) == (licence or "")
-    assert base_licence.keys() <= {"license"}
-
-
-def test_a_single_file_has_the_licence_of_its_folder(tmp_path):
-    (tmp_path / model_card.CARD).write_text("---\nlicense: mit\n---\ntext")
-    (tmp_path / "mine.safetensors").touch()
-    assert model_card.base_licence(str(tmp_path / "mine.safetensors")) == {"license": "mit"}
-
-
 @pytest.mark.parametrize("merge", [False, True])
 def test_the_cards_python_names_the_variant_of_the_base_models_files(run, tmp_path, merge):
     base = shutil.copytree(BUNDLED_MODELS["tiny"], tmp_path / "base")
