@@ -9,16 +9,15 @@ from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig, RewardConfig
 from flow_grpo.data.prompts import PromptSet, load_run_prompts
-from flow_grpo.plan.estimate import StepEstimator, dtype_of
+from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.fit import rates_of, run_time
 from flow_grpo.plan.hardware import GB, Hardware
-from flow_grpo.plan.meta_pipeline import FOLDERS, load_for_plan
+from flow_grpo.plan.meta_pipeline import FOLDERS
 from flow_grpo.plan.trace import UntraceableModel
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.hub import check_weight_files
 from flow_grpo.policy.loading import check_generated
-from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 from flow_grpo.rewards.scopes import ALL, frames_of
@@ -28,7 +27,6 @@ from flow_grpo.training.start_checks import Start, check_writable, make_checks, 
 
 NUM_NOISE_IMAGES = 2  # on which a dry run calls each reward
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
-ANY_PROMPT = "a photo"  # in place of prompts that are not downloaded
 
 
 @dataclass
@@ -129,7 +127,8 @@ def check_model(start: Start, report: DryRunReport, estimate: bool) -> StepEstim
     """
     args = start.args
     try:
-        source = hub.resolve_model(args.model)
+        has_configs = args.model in FOLDERS and not hub_is_reachable()  # those in the package do then
+        source = args.model if has_configs else hub.resolve_model(args.model)
         if Path(source).is_dir():
             check_weight_files(source, file=hub.single_file(args.model))
             report.checked.append("the model's files")
@@ -149,22 +148,11 @@ def check_model(start: Start, report: DryRunReport, estimate: bool) -> StepEstim
             raise
         report.found |= make_checks("model", start)
         report.missing.append(f"the model {args.model}")
-        _check_size_by_packaged_configs(args)
         return None
     report.notes += estimator.trace.notes
     if not Path(source).is_dir() and not _is_cached(estimator):
         report.missing.append(f"the weights of {args.model}")
     return estimator
-
-
-def _check_size_by_packaged_configs(args: FlowGRPOConfig) -> None:
-    """Check the size of the images of a model that is not here, if the package has its configs: only the VAE's code runs."""
-    if args.model not in FOLDERS or (args.height is None and args.width is None):
-        return
-    dtype = dtype_of(args, cuda=True)
-    policy = Policy(load_for_plan(args.model, dtype, cuda=True)[0], dtype, **args.pipeline_call_kwargs())
-    size = policy.decode(torch.zeros(1, *policy.schedule(2)[1])).shape[-2:]
-    check_generated(type(policy.pipe).__name__, (args.height, args.width), size)
 
 
 def _is_cached(estimator: StepEstimator) -> bool:
@@ -197,9 +185,7 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
 
 
 def check_rewards(start: Start, image_shape: torch.Size | None, report: DryRunReport) -> None:
-    """Call every reward of the run, except those that cost a person's time or money.
-
-    Where prompts are not downloaded, a reward may need what only they have: then its error is a note.
+    """Call every reward of the run, except those that cost a person's time or money, or whose prompts are not downloaded.
 
     Args:
         image_shape: of the model's images or videos; None if it is unknown.
@@ -240,9 +226,9 @@ def _report_failure(name: str, setting: RewardConfig, error: ValueError, report:
 def _call(
     name: str, setting: RewardConfig, images: torch.Tensor, start: Start, report: DryRunReport, *, is_known: bool
 ) -> str | None:
-    """Call the reward. If it is not known what the model makes, a reward of videos gets still ones.
+    """Call the reward; returns why it was not called, if so.
 
-    Returns why it was not called or could not be checked, if so.
+    If it is not known what the model makes, a reward of videos gets still ones.
     """
     if name == HUMAN and setting.remote is None:
         reward_kit.check_options(name, **setting.options)  # building it would open a page
@@ -255,17 +241,11 @@ def _call(
     prompts = start.train_set if name in start.args.rewards else start.eval_set
     if reason := reason_not_to_call(name, reward):
         return f"was not called: {reason}"
+    if prompts is None:
+        return "was not called, as its prompts are not downloaded"
     if frames_of(reward) == ALL and not is_known:
         images = torch.stack([images, images], 1)
-    if prompts is not None:
-        _score(name, reward, images, prompts)
-        return None
-    try:
-        _score(name, reward, images, PromptSet([ANY_PROMPT] * len(images), [{}] * len(images)))
-    except ValueError as error:
-        if is_missing_download(error):
-            raise
-        return f"was not checked, as the prompts are not downloaded; on {ANY_PROMPT!r} in their place: {error}"
+    _score(name, reward, images, prompts)
     return None
 
 

@@ -295,14 +295,9 @@ def test_a_dead_hub_is_asked_once_and_named_in_one_line(dead_hub, tmp_path, capf
 
 def test_prompts_that_are_not_downloaded_are_not_blamed_for_what_only_they_have(dead_hub, tmp_path):
     (tmp_path / "mine.py").write_text("def answered(images, prompts, answer):\n    return images.mean((1, 2, 3))\n")
-    answered = f"{tmp_path / 'mine.py'}:answered"
     settings = ["prompts=nobody/nothing", "evaluation.prompts=null"]
-    lines = dry_run(short_run(tmp_path / "run", f"rewards={{{answered}: 1, fidelity: 1, ocr: 1, jpeg_size: 1}}", *settings))
-    reason = "was not checked, as the prompts are not downloaded; on 'a photo' in their place: "
-    assert all(
-        any(line.startswith(f"the reward {name} {reason}") for line in lines) for name in (answered, "fidelity", "ocr")
-    )
-    assert "; rewards jpeg_size, each on" in lines[0]
+    lines = dry_run(short_run(tmp_path / "run", f"rewards={{{tmp_path / 'mine.py'}:answered: 1}}", *settings))
+    assert any(line.endswith("mine.py:answered was not called, as its prompts are not downloaded") for line in lines)
     assert lines[-2].endswith("the hub can't be reached: the prompts nobody/nothing")
     assert "Did you mean ocr" in refused(short_run(tmp_path / "run", "rewards={orc: 1}", *settings))
 
