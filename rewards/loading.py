@@ -17,9 +17,9 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import expanded
 from flow_grpo.rewards.calls import check_inputs
 from flow_grpo.rewards.networks import with_index
-from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, checked_frames, signature, with_attributes_of
+from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, signature, with_attributes_of
 from flow_grpo.rewards.scoring import Reward
-from flow_grpo.rewards.user_code import KNOWN, UserCodeError, guarded
+from flow_grpo.rewards.user_code import KNOWN, guarded
 
 REGISTRY = {
     "ocr": "flow_grpo.rewards.ocr:OCR",
@@ -88,10 +88,7 @@ def load(
         reward = Isolated(name, options, None if isolate is True else isolate)
     else:
         reward = _built(f"reward {name}", name, options)
-        return reward if frames is None else Framed(reward, frames)
-    if frames is not None:
-        reward.frames = checked_frames(frames)
-    return reward
+    return reward if frames is None else Framed(reward, frames)
 
 
 def _built(title: str, name: str, options: dict[str, Any]) -> Reward:
@@ -149,18 +146,21 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
     names = names or {}
     path, colon, attribute = names.get(name, name).rpartition(":")
     if not colon and name.endswith(".py"):
-        raise FlowGRPOError(_without_function(kind, name))
+        raise FlowGRPOError(f"{kind} {name} names a file without a function: write {name}:FUNCTION.")
     if not colon:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
         raise FlowGRPOError(
-            f"there is no {kind} {name}.{hint} Give one of {', '.join(names)}, or your own as my_module:my_fn or file.py:fn."
+            f"there is no {kind} {name}.{_suggestion(name, names)} Give one of {', '.join(names)}, or your own as "
+            "my_module:my_fn or file.py:fn."
         )
     module = _import_file(kind, path) if path.endswith(".py") else _import_module(kind, name, path)
     if not hasattr(module, attribute):
-        close = difflib.get_close_matches(attribute, _public_names(Path(path)) if path.endswith(".py") else (), n=1)
-        raise FlowGRPOError(f"{kind} {name}: {path} has no {attribute}.{f' Did you mean {close[0]}?' if close else ''}")
+        raise FlowGRPOError(f"{kind} {name}: {path} has no {attribute}.{_suggestion(attribute, dir(module))}")
     return getattr(module, attribute)
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def import_path(reward: Any) -> str | None:
@@ -192,36 +192,8 @@ def docstring(name: str) -> str:
 
 
 def _import_module(kind: str, name: str, path: str) -> Any:
-    try:
-        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
-            return importlib.import_module(path)
-    except UserCodeError as error:
-        cause, file = error.__cause__, f"{path.replace('.', '/')}.py"
-        if isinstance(cause, ModuleNotFoundError) and cause.name == path.split(".")[0] and Path(file).is_file():
-            suggestion = f"{file}:{name.rpartition(':')[2]}"
-            raise FlowGRPOError(
-                f"{kind} {name}: there is no module {path}; for the file {file} write {suggestion}."
-            ) from error
-        raise
-
-
-def _without_function(kind: str, path: str) -> str:
-    """One sentence on a file that is named without a function in it."""
-    file = Path(path)
-    if not file.is_file():
-        return f"there is no {kind} file {path}."
-    names = _public_names(file)
-    others = f"; the file has {', '.join(names)}" if len(names) > 1 else ""
-    return f"{kind} {path} names a file without a function: write {path}:{names[0] if names else 'FUNCTION'}{others}."
-
-
-def _public_names(file: Path) -> list[str]:
-    """The public functions and classes of a file, which is not run; none if it can't be read."""
-    try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError):
-        return []
-    return [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")]
+    with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
+        return importlib.import_module(path)
 
 
 def _import_file(kind: str, path: str) -> Any:

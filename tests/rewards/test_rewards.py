@@ -308,35 +308,24 @@ raise_when_run = 1 / 0
 
 def dark(images, prompts):
     return -images.mean((1, 2, 3))
-
-class Bright: ...
-
-def _hidden(): ...
 """
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("own.py", "own.py names a file without a function: write own.py:dark; the file has dark, Bright."),
-        ("hidden.py", "hidden.py names a file without a function: write hidden.py:FUNCTION."),
-        ("no_python.py", "write no_python.py:FUNCTION."),
-        ("nowhere.py", "there is no reward file nowhere.py."),
-        ("own:dark", "there is no module own; for the file own.py write own.py:dark."),
-        ("sub.own:dark", "for the file sub/own.py write sub/own.py:dark."),
+        ("own.py", "own.py names a file without a function: write own.py:FUNCTION."),
+        ("nowhere.py:dark", "there is no reward file nowhere.py."),
+        ("own:dark", "reward own:dark could not be imported: ModuleNotFoundError: No module named 'own'"),
         ("sub.other:dark", "could not be imported: ModuleNotFoundError"),
         ("fine.py:drak", "reward fine.py:drak: fine.py has no drak. Did you mean dark?"),
         ("fine.py:zzz", "reward fine.py:zzz: fine.py has no zzz."),
         ("fine.py:images_only", "fine.py:images_only takes (images), but it must take (images, prompts, **metadata)."),
     ],
 )
-def test_a_file_that_is_named_by_halves_gets_the_name_to_write(tmp_path, monkeypatch, name, sentence):
+def test_a_name_that_leads_to_no_reward_is_said_in_one_sentence(tmp_path, monkeypatch, name, sentence):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
-    for file in ("own.py", "sub/own.py"):
-        Path(file).write_text(OWN)
-    Path("hidden.py").write_text("def _hidden(): ...")
-    Path("no_python.py").write_bytes(b"\xff\x00 1 +")
+    Path("own.py").write_text(OWN)
     Path("fine.py").write_text("def dark(images, prompts): ...\n\ndef images_only(images): ...\n")
     with pytest.raises(ValueError, match=re.escape(sentence)):
         rewards.load(name)
