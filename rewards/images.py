@@ -5,41 +5,32 @@ whatever a file is called: other decoders of Pillow do more than that, and the o
 images that are too large are refused before they are read.
 """
 
+import contextlib
 import functools
 import io
-import stat
-import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import check_regular
 from flow_grpo.rewards.scopes import is_video
 
 BACKGROUND = (255, 255, 255, 255)  # of transparent images
-TURNS = {  # by the Exif orientation
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 Images = list[Image.Image] | Tensor  # PIL images, or (B, 3, H, W) in [0, 1] where a gradient is wanted
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")  # Pillow may be built without the last
+Image.init()
+# Pillow may be built without the last
+FORMATS = tuple(kind for kind in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF") if kind in Image.OPEN)
 SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif")
 MAX_PIXELS = 178_956_970  # Pillow's limit
 MAX_BYTES = 1 << 30
 ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")  # the second image of another format is a small one, a mask or a page
-_opening = threading.Lock()  # filters of warnings are the process's
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -68,9 +59,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         FlowGRPOError: values of 32 bits are outside these ranges, so that nothing says what is white.
     """
     image.load()  # a TIFF turns itself here
-    turn = TURNS.get(_orientation(image) or 1)
-    if turn is not None:
-        image = image.transpose(turn)
+    with contextlib.suppress(Exception):  # a damaged tag of an image that is whole; its decoder raises many types
+        image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         image = _scaled(image)
     if image.mode == "La":
@@ -82,24 +72,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _orientation(image: Image.Image) -> int | None:
-    try:
-        return image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # a damaged tag of an image that is whole; its decoder raises many types
-        return None
-
-
 def _scaled(image: Image.Image) -> Image.Image:
-    """A grey image of 16 bits, or of 32 whose values have a known range, as 8-bit grey; its transparent value becomes white."""
+    """A grey image of 16 bits, or of 32 whose values have a known range, as 8-bit grey."""
     values, top = np.asarray(image).astype(np.float64), 1.0 if image.mode == "F" else 65535.0
     if not (values.min() >= 0 and values.max() <= top):
         raise FlowGRPOError(
             f"its values are from {values.min():g} to {values.max():g}, and those of such an image have to be from 0 to {top:g}: save "
             "it with 8 bits"
         )
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        values = np.where(values == transparent, top, values)
     return Image.fromarray((values * (255 / top)).round().astype(np.uint8))
 
 
@@ -224,11 +204,8 @@ def read_image_file(source: Path | bytes, name: str | None = None) -> ImageFile:
 def open_header(source: Path | bytes, name: str) -> Image.Image:
     """Open a file without decoding its pixels. FlowGRPOError as of `read_image_file`."""
     content = regular_content(source, name) if isinstance(source, Path) else source
-    formats = [kind for kind in FORMATS if kind != "AVIF" or _has_avif()]
     try:
-        with _opening, warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
-            image = Image.open(io.BytesIO(content), formats=formats)
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise _too_large(name) from error
     except UnidentifiedImageError as error:
@@ -242,22 +219,13 @@ def open_header(source: Path | bytes, name: str) -> Image.Image:
 
 def regular_content(file: Path, name: str) -> bytes:
     """The bytes of an image's file. FlowGRPOError if it is missing, a folder, a device or a pipe, or too large."""
-    too_large = FlowGRPOError(f"the image {name} has more than {MAX_BYTES >> 20:,} MB: make it smaller.")
     try:
-        found = file.stat()
-        if not stat.S_ISREG(found.st_mode):  # before it is opened: a pipe would wait for its other end
-            raise FlowGRPOError(f"the image {name} could not be read: it is not a regular file.")
-        if found.st_size > MAX_BYTES:
-            raise too_large
-        with file.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except FileNotFoundError as error:
-        raise FlowGRPOError(f"there is no image {name}.") from error
+        if not file.exists():
+            raise FlowGRPOError(f"there is no image {name}.")
+        check_regular(file, f"the image {name}", MAX_BYTES)
+        return file.read_bytes()
     except OSError as error:
         raise FlowGRPOError(f"the image {name} could not be read: {(error.strerror or str(error)).lower()}.") from error
-    if len(content) > MAX_BYTES:
-        raise too_large
-    return content
 
 
 def _too_large(name: str) -> FlowGRPOError:
@@ -266,8 +234,3 @@ def _too_large(name: str) -> FlowGRPOError:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def _has_avif() -> bool:
-    Image.init()
-    return "AVIF" in Image.OPEN
