@@ -122,20 +122,8 @@ def to_device(structure: Any, device: torch.device) -> Any:
 
 
 def copy_to_cpu(structure: Any) -> Any:
-    """The same structure with copies of its tensors on the CPU. A GPU is waited for once, not for each tensor."""
-    on_device: list[Tensor] = []
-    _map_tensors(structure, lambda tensor: on_device.append(tensor) if tensor.device.type != "cpu" else None)
-    copies: dict[int, Tensor] = {}
-    if on_device:
-        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in on_device]
-        parts = torch.cat(flat).cpu().split([len(part) for part in flat])
-        copies = {id(tensor): part for tensor, part in zip(on_device, parts, strict=True)}
-
-    def own_copy(tensor: Tensor) -> Tensor:  # with storage of its own: torch.save writes the whole storage of a view
-        part = copies.get(id(tensor))
-        return tensor.clone() if part is None else part.clone().view(tensor.dtype).view(tensor.shape)
-
-    return _map_tensors(structure, own_copy)
+    """The same structure with copies of its tensors on the CPU, whose storage is their own: torch.save writes that of a view whole."""
+    return _map_tensors(structure, lambda tensor: tensor.to("cpu", copy=True))
 
 
 def _map_tensors(structure: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -241,7 +229,7 @@ class EmbeddingCache:
 
     def get(self, prompt: str) -> Any:
         """The outputs of a prompt, or None, also if the file is damaged: a single other bit is seen."""
-        key = _key(prompt)
+        key = prompt_key(prompt)
         if key in self._in_memory:
             self._in_memory.move_to_end(key)
         elif self.folder is not None and (file := self._file(key)).exists():
@@ -253,7 +241,7 @@ class EmbeddingCache:
 
     def put(self, prompt: str, outputs: Any) -> None:
         """Keep what the encoders returned for a prompt."""
-        key = _key(prompt)
+        key = prompt_key(prompt)
         self._add_to_memory(key, outputs)
         if self.folder is None:
             return
@@ -274,11 +262,6 @@ class EmbeddingCache:
     def _file(self, key: str) -> Path:
         assert self.folder is not None
         return self.folder / f"{_digest(key)}.pt"
-
-
-def _key(prompt: str) -> str:
-    """Of a prompt in the cache. 0.4 decoded some images otherwise, so what it stored of prompts with images is not found."""
-    return prompt_key(prompt) + ("\0upright, on white" if images_of(prompt) else "")
 
 
 def _read(content: bytes) -> Any:

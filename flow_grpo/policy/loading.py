@@ -3,6 +3,7 @@
 import math
 import shutil
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def load_policy(
         else:
             source = _source(str(model))
             weights_dtype = default_dtype(device) if dtype == "auto" else DTYPES[dtype]
-            key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items())]
+            libraries = [version(library) for library in ("diffusers", "transformers")]
+            key = [hub.fingerprint(source), str(weights_dtype), guidance > 1, sorted(call.items()), libraries]
             embeddings = EmbeddingCache(memory.embedding_cache_dir, key)
             probe = probe_prompts(hub.pipeline_class(source), call)[0]
             without_encoders = prompts is not None and embeddings.complete([probe, *prompts])
