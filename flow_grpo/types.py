@@ -169,10 +169,10 @@ class GradientStates:
 
     def weighted(self, weights: dict[str, Float[Tensor, " B"]]) -> Float[Tensor, "B E *latent"]:
         """The weighted sum of the rewards' gradients."""
-        return weighted_sum(self.gradient, weights)
+        return weighted_gradients(self.gradient, weights)
 
 
-def weighted_sum(
+def weighted_gradients(
     gradients: dict[str, Float[Tensor, "B *shape"]], weights: dict[str, Float[Tensor, " B"]]
 ) -> Float[Tensor, "B *shape"]:
     """The sum of rewards' gradients, each row by its weight."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.advantages import CLAMP
+from flow_grpo.advantages import CLAMP, EPS
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
@@ -81,7 +81,7 @@ class Critic(nn.Module):
         losses = [self._learn(trajectory, text, target) for _ in range(NUM_EPOCHS)]
         unexplained = (target - values).var() / target.var().clamp_min(1e-12)
         metrics = {"critic/loss": losses[0], "critic/explained_variance": 1 - unexplained.item()}
-        normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + 1e-4)
+        normalised = (advantage - advantage.mean()) / (advantage.std(correction=0) + EPS)
         return normalised.clamp(-CLAMP, CLAMP), metrics
 
     def _learn(self, trajectory: Trajectory, text: Tensor, target: Tensor) -> float:

@@ -15,7 +15,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
-from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_sum
+from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_gradients
 
 DECAY = 0.9  # of the running mean square of a reward's gradient
 
@@ -115,7 +115,7 @@ class EndpointGradients:
     def weighted(self, latents: Tensor, batch: PromptBatch, microbatch: int) -> Tensor:
         """The gradient (B, ...) of the weighted sum of the rewards at latents of a batch."""
         weights = weights_of_rows(self.rewards, batch)
-        return weighted_sum({name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}, weights)
+        return weighted_gradients({name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}, weights)
 
 
 @dataclass(frozen=True)
