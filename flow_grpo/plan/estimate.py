@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.objective import ForwardProcess, RewardGradient, Stepwise
 from flow_grpo.plan import hardware
 from flow_grpo.plan.hardware import GB, Rates
-from flow_grpo.plan.meta_pipeline import MetaModule, MetaTextEncoder
+from flow_grpo.plan.meta_pipeline import MetaTextEncoder
 from flow_grpo.plan.trace import PASSES, REWARD_GRADIENT, ModelTrace
 from flow_grpo.policy.devices import DTYPES, default_dtype
-from flow_grpo.policy.hub import stored_bytes
-from flow_grpo.policy.memory import cast_layers, repeated_blocks
+from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.progress import phase
 
 TEXT_ENCODERS, ENCODING = "text encoders", "encoding"  # a part and a phase
@@ -96,7 +94,6 @@ class StepEstimator:
         self.trained_shards = self.base_shards if is_full else 1  # of what is trained, its gradients and its moments
         self.trace = trace or ModelTrace(args, self.dtype, cuda, release_gradients=self.trained_shards > 1)
         self.image_size = self.trace.image_shape[-2:]
-        self.loading = LoadingMemory(0.0, 0.0) if cuda else LoadingMemory.of(self.trace.policy.pipe, self.dtype)
         two, four = (self._transient(rows) for rows in (2, 4))
         self._per_row = {name: (four[name] - two[name]) / 2 for name in two}
         self._fixed = {name: two[name] - 2 * self._per_row[name] for name in two}
@@ -107,7 +104,6 @@ class StepEstimator:
         transient = self._transient_of(microbatch)
         more = {"libraries and rewards": base} if base else {}
         persistent = {**self._persistent(), **more}
-        transient["loading"] = max(0.0, base + self.loading.peak - sum(persistent.values()))
         if self._offloaded_encoders:
             transient[ENCODING] = self._offloaded_encoders
         forward, update, recomputed = self._operations(microbatch)
@@ -129,9 +125,7 @@ class StepEstimator:
     def largest_microbatch(self, memory: float, base: float = 0.0) -> int:
         """The largest micro-batch that fits into `memory` bytes; 0 if none does."""
         available = memory - base - sum(self._persistent().values())
-        if base + self.loading.peak > memory or self._offloaded_encoders > available:
-            return 0
-        if any(fixed > available for fixed in self._fixed.values()):
+        if any(fixed > available for fixed in (*self._fixed.values(), self._offloaded_encoders)):
             return 0
         # a phase of one image at a time, such as sliced decoding, has no slope
         largest = int(min((available - self._fixed[name]) / slope for name, slope in self._per_row.items() if slope > 0))
@@ -199,14 +193,13 @@ class StepEstimator:
             "base weights": base / self.base_shards,
             TEXT_ENCODERS: text_encoder_bytes(pipe) - self._offloaded_encoders,
             "VAE": weight_bytes(pipe.vae, None),
-            "files in another dtype": self.loading.stays,
             ("transformer" if is_full else "adapter"): trained * (copies + moments) / shards,
             # gradients that are not sharded are counted as transient
             "gradients": trained / shards if shards > 1 else 0,
             "trajectories": self._trajectories if self.cuda else 0,  # on a CPU the allocator's overhead covers them
             "CUDA": CUDA_CONTEXT if self.cuda else 0,
         }
-        optional = ("files in another dtype", "gradients", "trajectories", "CUDA")
+        optional = ("gradients", "trajectories", "CUDA")
         return {name: size for name, size in bytes_by_part.items() if size or name not in optional}
 
     @property
@@ -318,39 +311,3 @@ def offloaded_bytes(network: Any) -> tuple[float, float]:
 def text_encoder_bytes(pipe: Any) -> float:
     """Bytes of the text encoders of a meta pipeline."""
     return sum(part.bytes for part in pipe.components.values() if isinstance(part, MetaTextEncoder))
-
-
-@dataclass(frozen=True)
-class LoadingMemory:
-    """The CPU memory that loading a model takes. A network's files are mapped; tensors of another dtype are copied.
-
-    Attributes:
-        stays: bytes of mapped tensors that were copied and stay, as other tensors of their file are used where they are.
-        peak: bytes of all weights and of what else is in memory while a network is loaded.
-    """
-
-    stays: float
-    peak: float
-
-    @classmethod
-    def of(cls, pipe: Any, dtype: torch.dtype) -> "LoadingMemory":
-        folder, stays, peaks, weights = Path(pipe.name_or_path), 0.0, [0.0], 0.0
-        for name, part in pipe.components.items():
-            if not isinstance(part, MetaModule | MetaTextEncoder):
-                continue
-            if isinstance(part, MetaTextEncoder):
-                size, buffers = part.bytes, 0.0
-            else:
-                size, buffers = weight_bytes(part, None), part.buffer_bytes
-            cast = sum(p.nbytes for layer in cast_layers(part) for p in layer.parameters(recurse=False))
-            size += cast * (dtype.itemsize - 1)  # float8 layers are loaded in the other dtype, and cast then
-            stored = stored_bytes(folder / name, dtype)
-            published = 0.0 if dtype == torch.bfloat16 else size * 2 / dtype.itemsize  # most are in 16 bits
-            files: list[tuple[float, float]] = [(float(copied), float(used)) for copied, used in stored] or [
-                (published, 0.0)
-            ]
-            weights += size + cast
-            # `store_in_float8` copies what it does not cast, so no file stays mapped
-            stays += sum(copied for copied, used in files if used and not cast)
-            peaks.append(buffers + sum(copied for copied, used in files if cast or not used))
-        return cls(stays, weights + stays + max(peaks))

@@ -32,7 +32,6 @@ PHASE_NAMES = {
     "update": "the weights are trained",
     "decoding": "images are decoded",
     REWARD_GRADIENT: "gradients go back through the decoder",
-    "loading": "the model is loaded",
 }
 # that take less memory, cheap ones first; the last one takes the place of the one before
 SETTINGS = (
@@ -209,8 +208,6 @@ def _table(estimate: StepEstimate, scope: str) -> Table:
     for name, size in estimate.persistent.items():
         table.add_row(name, f"{size / GB:.2f}")
     for name, size in estimate.transient.items():
-        if name == "loading" and not size:
-            continue
         table.add_row(f"while {PHASE_NAMES[name]}", f"{size / GB:.2f}", style="dim")
     table.add_row("peak", f"{estimate.peak / GB:.2f}", style="bold")
     return table

@@ -207,11 +207,6 @@ class MetaModule:
             for hook in hooks:
                 hook.remove()
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the float32 buffers that building the network computes, before its files are read."""
-        return sum(4 * buffer.numel() for buffer in self._network.buffers())
-
     def _run(self, call: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         if self._backward and not any(parameter.requires_grad for parameter in self._network.parameters()):

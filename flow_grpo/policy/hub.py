@@ -1,6 +1,5 @@
 """Find a model or a LoRA by a bundled name, a folder or a hub id, and check its files before they are loaded."""
 
-import math
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -37,7 +36,6 @@ SCALED = re.compile(r"(scale_weight|weight_scale|scaled_fp8|weight_scale_2)$")  
 SHARD = r"(?:-\d+-of-\d+)?"
 WEIGHT_FILE = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
 # by safetensors' names
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def expert_weights(component: str) -> str:
@@ -300,23 +298,6 @@ def _weight_files(part: Path) -> tuple[str | None, list[Path]]:
             by_variant.setdefault(match["variant"] or "", []).append(file)
     variant = min(by_variant, default="")
     return variant or None, by_variant.get(variant, [])
-
-
-def stored_bytes(folder: Path, dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Bytes in each weights file of a network: of the tensors that loading converts to `dtype`, and of all others."""
-    sizes = []
-    for file in _weight_files(folder)[1]:
-        converted, unchanged = 0, 0
-        with load_errors(folder), safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                tensor = tensors.get_slice(name)
-                tensor_dtype = STORED_DTYPES.get(tensor.get_dtype())
-                size = math.prod(tensor.get_shape()) * (tensor_dtype.itemsize if tensor_dtype else 1)
-                is_converted = tensor_dtype not in (None, dtype)
-                converted += size * is_converted
-                unchanged += size * (not is_converted)
-        sizes.append((converted, unchanged))
-    return sizes
 
 
 @contextmanager

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from support.families import TINY
 from support.traces import two_blocks
 from typer.testing import CliRunner
@@ -20,13 +18,13 @@ from flow_grpo.config.loading import bundled_file
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.plan import fit, hardware, meta_pipeline, trace
-from flow_grpo.plan.estimate import LoadingMemory, StepEstimate, StepEstimator, text_encoder_bytes
+from flow_grpo.plan.estimate import StepEstimate, StepEstimator, text_encoder_bytes
 from flow_grpo.plan.fit import fit_batch_sizes, print_plan
 from flow_grpo.plan.hardware import GB, Hardware, Rates
 from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.loading import load_policy
-from flow_grpo.policy.memory import cast_layers, repeated_blocks
+from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.trainer import FlowGRPOTrainer
 
 PRESETS = sorted(file.stem for file in bundled_file("").glob("*.yaml"))
@@ -198,11 +196,8 @@ def test_layers_in_float8_are_planned_as_they_are_stored(family, offload, tmp_pa
         planned = estimator("fp8_layerwise", cuda)
         assert planned.estimate(4).persistent["base weights"] == real[cuda]
         assert planned.trace.graph_bytes(2) <= estimator("null", cuda).trace.graph_bytes(2)
-    on_cpu, plain = estimator("fp8_layerwise", cuda=False), estimator("null", cuda=False)
-    small = sum(p.nbytes for layer in cast_layers(transformer) for p in layer.parameters(recurse=False))
-    assert on_cpu.loading.peak == plain.loading.peak + small, "the model is loaded in bf16, and cast then"
     monkeypatch.setattr(hardware, "SECONDS", 0.0)
-    assert "blocks of the model" in on_cpu.rates(2).how
+    assert "blocks of the model" in estimator("fp8_layerwise", cuda=False).rates(2).how
 
 
 @pytest.mark.slow
@@ -383,6 +378,10 @@ def repeats_a_model_and_its_rewards() -> list[str]:
 REPEATS = repeats_a_model_and_its_rewards()
 
 
+def untraceable(*_args):
+    raise trace.UntraceableModel("not tried")
+
+
 @pytest.mark.parametrize(
     "preset", [pytest.param(p, marks=[pytest.mark.slow] * (p in (*REPEATS, "tiny_grpo", "tiny_all"))) for p in PRESETS]
 )
@@ -392,14 +391,12 @@ def test_every_preset_passes_a_dry_run_where_the_hub_is_out_of_reach(preset, mon
     monkeypatch.setattr(hardware, "SECONDS", 0.0)
     args = FlowGRPOConfig.from_yaml(preset)
     is_bundled = args.model in BUNDLED_MODELS
-    # reading text takes most of the time, and then the VAE's code, which checks the size: test_dry_run has that
-    monkeypatch.setattr("flow_grpo.doctor.dry_run._check_size_by_packaged_configs", lambda args: None)
+    if not is_bundled:  # tracing the code of large models takes most of the time: test_published has that
+        monkeypatch.setattr("flow_grpo.doctor.dry_run.StepEstimator", untraceable)
     size = [] if is_bundled else ["height=128", "width=128"]
     result = CliRunner().invoke(cli.app, ["train", preset, *size, "--dry-run"])
     assert result.exit_code == 0, result.output
     assert "The settings go together" in result.output
-    away = [] if is_bundled else [f"the model {args.model}"]
-    assert all(name in " ".join(result.output.split()) for name in away), "what could not be looked at is named"
     assert len(result.output.splitlines()) < 8
 
 
@@ -647,48 +644,6 @@ def test_plan_of_this_machine_says_how_its_speed_is_known(followed, monkeypatch)
     output = " ".join(CliRunner().invoke(cli.app, words).output.split())
     seconds = followed.estimate(8).operations / 8 / 1e9  # of 2 prompts in place of 16
     assert f"a step: {seconds:.3g} s, without rewards, if every group has signal (as injected)" in output
-
-
-def saved(dtype: torch.dtype, folder: Path) -> Path:
-    """The embedded model in files of that dtype."""
-    StableDiffusion3Pipeline.from_pretrained(BUNDLED_MODELS["tiny"], torch_dtype=dtype).save_pretrained(folder)
-    return folder
-
-
-def test_loading_counts_files_in_another_dtype_beside_the_converted_weights(tmp_path):
-    """bf16 files read to float32: all weights, and at the most one network's files and the buffers that building it makes.
-
-    Where a file holds float32 too, that is used as it is in the file: so the rest of the file stays mapped.
-    """
-
-    def loading(folder: Path) -> LoadingMemory:
-        pipe = meta_pipeline.load_meta_pipeline(str(folder), torch.float32, cuda=False)
-        return LoadingMemory.of(pipe, torch.float32)
-
-    folder = saved(torch.bfloat16, tmp_path / "bf16")
-    pipe = StableDiffusion3Pipeline.from_pretrained(folder, torch_dtype=torch.float32)
-    networks = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    position = pipe.transformer.pos_embed.pos_embed.numel()
-    transformer = sum(p.numel() for p in pipe.transformer.parameters())
-    weights = 4 * (position + sum(p.numel() for network in networks for p in network.parameters()))
-    assert loading(folder) == LoadingMemory(0, weights + 2 * (transformer + position) + 4 * position)
-    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-    tensors = load_file(file)
-    save_file({**tensors, "pos_embed.pos_embed": tensors["pos_embed.pos_embed"].float()}, file, {"format": "pt"})
-    vae = sum(p.numel() for p in pipe.vae.parameters())
-    assert 2 * vae > 4 * position, "then the VAE's file is the most that comes and goes"
-    assert loading(folder) == LoadingMemory(2 * transformer, weights + 2 * transformer + 2 * vae)
-    whole = saved(torch.float32, tmp_path / "fp32")
-    assert loading(whole) == LoadingMemory(0, weights + 4 * position), "nothing of float32 files is copied"
-
-
-def test_what_does_not_fit_while_it_is_loaded_does_not_fit(followed, monkeypatch):
-    monkeypatch.setattr(followed, "loading", LoadingMemory(0.0, 3 * GB))
-    assert followed.largest_microbatch(4 * GB) > 0
-    assert followed.largest_microbatch(2.9 * GB) == 0
-    forecast = followed.estimate(8)
-    assert forecast.peak == 3 * GB
-    assert forecast.transient["loading"] == 3 * GB - sum(forecast.persistent.values())
 
 
 def test_rewards_are_measured_on_few_images_however_many_a_step_has(monkeypatch):

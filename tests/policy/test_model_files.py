@@ -154,10 +154,8 @@ def renamed(model: Path, parts: tuple[str, ...], variant: str) -> None:
 )
 def test_a_folder_with_files_of_a_variant_alone_is_loaded(model, parts):
     assert hub.weights_variant(model) is None
-    sizes = hub.stored_bytes(model / "transformer", torch.float32)
     renamed(model, parts, "fp16")
     assert hub.weights_variant(model) == "fp16"
-    assert hub.stored_bytes(model / "transformer", torch.float32) == sizes
     values = load_policy(str(model), "cpu", "fp32").pipe.transformer.state_dict()
     expected = load_policy("tiny", "cpu", "fp32").pipe.transformer.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in values.items())
