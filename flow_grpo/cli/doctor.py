@@ -58,7 +58,12 @@ def doctor(
     from flow_grpo.doctor.run import run_checks
     from flow_grpo.doctor.step_variance import check_step_variance
 
-    _check_options(step_variance, model, out, json_file)
+    if step_variance and (model is not None or json_file is not None):
+        raise FlowGRPOError(
+            "--step-variance makes a plot of a config's run: leave out --model and --json, which are for checks."
+        )
+    if out is not None and not step_variance:
+        raise FlowGRPOError("--out is the PNG file of --step-variance: give both, or --json for the results of checks.")
     out = out or Path("step_variance.png")
     if json_file is not None:
         prepare_file(json_file, "--json")
@@ -86,20 +91,6 @@ def doctor(
         raise typer.Exit(INTERRUPTED) from None
     if not passed:
         raise typer.Exit(USER_ERROR)
-
-
-def _check_options(step_variance: bool, model: str | None, out: Path | None, json_file: Path | None) -> None:
-    """Check that each option belongs to what is checked or measured."""
-    if step_variance and model is not None:
-        raise FlowGRPOError(
-            "--step-variance measures the run of a config and --model checks a pipeline alone: give one of them."
-        )
-    if step_variance and json_file is not None:
-        raise FlowGRPOError("--json has the results of checks, and --step-variance makes a plot instead: give one of them.")
-    if out is not None and not step_variance:
-        raise FlowGRPOError(
-            "--out is the PNG file of --step-variance: give both, or the file of the checks' results by --json."
-        )
 
 
 def _load(model: str, settings: list[str]) -> "Policy":

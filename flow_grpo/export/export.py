@@ -16,7 +16,7 @@ from typing import Any, Literal
 import httpx
 import torch
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.utils import HFValidationError, disable_progress_bars, validate_repo_id
+from huggingface_hub.utils import disable_progress_bars
 from safetensors.torch import load_file, save_file
 
 from flow_grpo import __version__
@@ -206,12 +206,8 @@ def _previous_files(out: Path) -> tuple[list[str], list[str]]:
 
 def check_push(repo: str) -> None:
     """FlowGRPOError if pushing can't work: the name is not user/name, or there is no token."""
-    try:
-        validate_repo_id(repo)
-        if repo.count("/") != 1:
-            raise HFValidationError("no user")
-    except HFValidationError as error:
-        raise FlowGRPOError(f"{repo!r} is no name for the hub: give --push user/name.") from error
+    if not hub.looks_like_hub_id(repo):
+        raise FlowGRPOError(f"{repo!r} is no name for the hub: give --push user/name.")
     if get_token() is None:
         raise FlowGRPOError("pushing to the hub needs a token: log in by `hf auth login`, or set HF_TOKEN.")
 

@@ -292,14 +292,9 @@ def weight_bytes(network: Any, quantize: str | None) -> float:
     total = 0.0
     for name, parameter in [*network.named_parameters(), *network.named_buffers()]:
         if "lora_" not in name:
-            linear = _is_linear(name, parameter)
-            total += parameter.numel() * (NF4_BITS / 8 if linear and quantize == "nf4" else parameter.element_size())
+            is_linear = parameter.ndim == 2 and name.endswith("weight")
+            total += parameter.numel() * (NF4_BITS / 8 if is_linear and quantize == "nf4" else parameter.element_size())
     return total
-
-
-def _is_linear(name: str, parameter: torch.Tensor) -> bool:
-    """Whether a parameter of that name is the weight of a base model's linear layer."""
-    return parameter.ndim == 2 and name.endswith("weight") and "lora_" not in name
 
 
 def offloaded_bytes(network: Any) -> tuple[float, float]:

@@ -148,7 +148,7 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
             {
                 "step": e["step"],
                 "pictures": [data_uri(e["folder"] / layout.prompt_image(i)) for i in indices],
-                "strips": [strip(e["folder"], i) for i in indices],
+                "strips": [data_uri(e["folder"] / layout.strip_of(layout.prompt_image(i))) for i in indices],  # of videos
                 "values": six_digits(value_of(e, metric, i) for i in indices),
             }
             for e in frames
@@ -157,11 +157,6 @@ def script_data(run: RunReader, name: str) -> dict[str, Any]:
             {"step": g["step"], "groups": [group(run, g["folder"], n, c) for n, c in enumerate(g["groups"])]} for g in shown
         ],
     }
-
-
-def strip(folder: Path, index: int) -> str | None:
-    """The strip of a held-out prompt's video as a data URI; None if it is an image."""
-    return data_uri(folder / layout.strip_of(layout.prompt_image(index)))
 
 
 def group(run: RunReader, folder: Path, index: int, content: dict[str, Any]) -> dict[str, Any]:
