@@ -1,5 +1,6 @@
 """A person's ranking as a reward, given on a local web page that shows the images of a prompt."""
 
+import base64
 import hashlib
 import html
 import itertools
@@ -9,7 +10,6 @@ import socket
 import string
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,19 +118,13 @@ class Human:
     def _open(self) -> tuple[int, Ballot] | None:
         return next(iter(self.ballots.items()), None)
 
-    def _image(self, number: int, index: int, images_of: Callable[[Ballot], list[bytes]]) -> Response:
-        ballot = self.ballots.get(number)
-        if ballot is None or not 0 <= index < len(images_of(ballot)):
-            raise HTTPException(404, "there is no such image.")
-        return Response(images_of(ballot)[index], media_type="image/png", headers={"Cache-Control": "no-store"})
-
     def _pages(self, key: str) -> FastAPI:
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
         @app.get(f"/{key}/")
         def page() -> Response:
             nonce = secrets.token_urlsafe(16)
-            policy = f"default-src 'none'; img-src 'self' data:; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+            policy = f"default-src 'none'; img-src data:; connect-src 'self'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
             headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
             return Response(_page(self._open(), nonce), media_type="text/html", headers=headers)
 
@@ -138,14 +132,6 @@ class Human:
         def state() -> dict[str, int | None]:
             open_ballot = self._open()
             return {"ballot": open_ballot and open_ballot[0]}
-
-        @app.get(f"/{key}/image/{{number}}/{{index}}")
-        def image(number: int, index: int) -> Response:
-            return self._image(number, index, lambda ballot: ballot.images)
-
-        @app.get(f"/{key}/source/{{number}}/{{index}}")
-        def source(number: int, index: int) -> Response:
-            return self._image(number, index, lambda ballot: ballot.sources)
 
         @app.post(f"/{key}/vote")
         async def vote(request: Request) -> dict[str, bool]:
@@ -177,9 +163,9 @@ def _page(open_ballot: tuple[int, Ballot] | None, nonce: str) -> str:
         return template.substitute(blank, title="Nothing to rank", prompt="Nothing to rank", help=waiting, nonce=nonce)
     number, ballot = open_ballot
     images = "".join(
-        f'<button data-key="{key}" aria-pressed="false" aria-label="image {key}"><img src="image/{number}/{i}" alt="">'
+        f'<button data-key="{key}" aria-pressed="false" aria-label="image {key}"><img src="{_data_uri(image)}" alt="">'
         f'<span class="key">{key}</span><span class="place"></span></button>'
-        for i, key in enumerate(itertools.islice(itertools.chain(KEYS, itertools.repeat("")), len(ballot.images)))
+        for image, key in zip(ballot.images, itertools.chain(KEYS, itertools.repeat("")), strict=False)
     )
     return template.substitute(
         title="Which is best?",
@@ -187,9 +173,11 @@ def _page(open_ballot: tuple[int, Ballot] | None, nonce: str) -> str:
         help=HELP,
         ballot=number,
         images=images,
-        sources="".join(
-            f'<img src="source/{number}/{i}" alt="the image of the prompt">' for i in range(len(ballot.sources))
-        ),
+        sources="".join(f'<img src="{_data_uri(source)}" alt="the image of the prompt">' for source in ballot.sources),
         send='<button id="send">Send</button>',
         nonce=nonce,
     )
+
+
+def _data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
