@@ -11,7 +11,6 @@ are of papers and repositories; most papers have their curves as pictures only, 
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -24,6 +23,7 @@ import diffusers
 import torch
 import transformers
 import typer
+from pydantic_core import to_json
 from rich.console import Console
 
 from flow_grpo import FlowGRPOConfig, __version__
@@ -38,7 +38,6 @@ from flow_grpo.plan.hardware import Hardware
 from flow_grpo.policy import hub
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.library_logging import quiet_libraries
-from flow_grpo.report.page import json_safe
 from flow_grpo.rewards.downloads import downloads
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
@@ -318,7 +317,7 @@ def write(name: str, args: FlowGRPOConfig, own: list[str]) -> Path:
     """Write the page, the figure and the JSON of a run, finished or not; returns the page."""
     content, folder = content_of(name, args, own), Path(args.output_dir)
     plot(content, folder / "reproduction.png")
-    write_atomic(folder / "reproduction.json", json.dumps(json_safe(content), indent=1))
+    write_atomic(folder / "reproduction.json", to_json(content, indent=1, inf_nan_mode="null"))
     write_atomic(folder / "reproduction.md", page_of(content))
     return folder / "reproduction.md"
 

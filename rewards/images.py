@@ -8,6 +8,8 @@ images that are too large are refused before they are read.
 import contextlib
 import functools
 import io
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", "
 MAX_PIXELS = 178_956_970  # Pillow's limit
 MAX_BYTES = 1 << 30
 ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")  # the second image of another format is a small one, a mask or a page
+_opening = threading.Lock()  # filters of warnings are the process's
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -205,7 +208,9 @@ def open_header(source: Path | bytes, name: str) -> Image.Image:
     """Open a file without decoding its pixels. FlowGRPOError as of `read_image_file`."""
     content = regular_content(source, name) if isinstance(source, Path) else source
     try:
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        with _opening, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # at half the limit
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise _too_large(name) from error
     except UnidentifiedImageError as error:

@@ -113,14 +113,14 @@ def test_steps_are_those_of_the_cpu(tmp_path, name):
 
 @pytest.mark.parametrize("graphs", [REPLAYED, pytest.param("objective.keep_graphs=true", marks=pytest.mark.slow)])
 def test_no_sampling_step_waits_for_the_device(tmp_path, graphs):
-    """It waits once for each tensor of new prompts, once for the images of each micro-batch, and once for the numbers of an update."""
+    """It waits once for the embeddings of new prompts, once for the images of each micro-batch, and once for the numbers of an update."""
     window = "objective.window={{schedule: all, first_step: 0, last_step: {}}}"
     settings = [*UNSEEN, two_blocks(), FEW_LAYERS, graphs, "rewards={jpeg_size: 1}"]  # which differs in every group
     few, many = (
         on_fake_device(tmp_path / str(steps), "tiny_grpo", *SMALL, *settings, f"sampling.steps={steps}", window.format(last))
         for steps, last in ((3, 1), (5, 3))
     )
-    assert len(few["waits"]) == len(many["waits"]) == 4 + 2 + 1
+    assert len(few["waits"]) == len(many["waits"]) == 1 + 2 + 1
 
 
 def test_each_update_of_a_step_waits_once_and_prompts_that_are_known_are_not_waited_for(tmp_path):

@@ -122,8 +122,20 @@ def to_device(structure: Any, device: torch.device) -> Any:
 
 
 def copy_to_cpu(structure: Any) -> Any:
-    """The same structure with copies of its tensors on the CPU, whose storage is their own: torch.save writes that of a view whole."""
-    return _map_tensors(structure, lambda tensor: tensor.to("cpu", copy=True))
+    """The same structure with copies of its tensors on the CPU. A GPU is waited for once, not for each tensor."""
+    on_device: list[Tensor] = []
+    _map_tensors(structure, lambda tensor: on_device.append(tensor) if tensor.device.type != "cpu" else None)
+    copies: dict[int, Tensor] = {}
+    if on_device:
+        flat = [tensor.reshape(-1).view(torch.uint8) for tensor in on_device]
+        parts = torch.cat(flat).cpu().split([len(part) for part in flat])
+        copies = {id(tensor): part for tensor, part in zip(on_device, parts, strict=True)}
+
+    def own_copy(tensor: Tensor) -> Tensor:  # with storage of its own: torch.save writes the whole storage of a view
+        part = copies.get(id(tensor))
+        return tensor.clone() if part is None else part.clone().view(tensor.dtype).view(tensor.shape)
+
+    return _map_tensors(structure, own_copy)
 
 
 def _map_tensors(structure: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import SourceImage, images_of, with_images
-from flow_grpo.policy.encoding import Conditioning, EmbeddingCache, PromptEncoder
+from flow_grpo.policy.encoding import Conditioning, EmbeddingCache, PromptEncoder, without_state
 from flow_grpo.policy.families import family
 from flow_grpo.policy.interception import (
     InterceptingScheduler,
@@ -89,6 +89,8 @@ class FlowPipeline:
         self.synced_call_count: Callable[[int], int] = lambda calls: calls
         self._scheduler = InterceptingScheduler.from_scheduler(pipe.scheduler)
         self._intercepted = self._make_intercepted(guidance)
+        # the values of prepare_latents for that many rows without images, but for the state
+        self._prepared: dict[int, tuple] = {}
         cache = EmbeddingCache() if embedding_cache is None else embedding_cache
         self.encoder = PromptEncoder(pipe, self._intercepted, self.family, call=self._call, cache=cache, offload=offload)
 
@@ -406,27 +408,45 @@ class FlowPipeline:
             def call(*args: Any, **kwargs: Any) -> Any:
                 method, output = next(recorded)
                 assert method == name
-                is_own_state = name == "prepare_latents" and x is None  # which is not recorded
-                return self._intercepted.prepare_latents(*args, **kwargs) if is_own_state else output
+                if name != "prepare_latents":
+                    return output
+                state, *rest = output if x is not None else (self._own_state(*args, **kwargs), *output[1:])
+                return _with_state(state if x is None else x.to(state.device, state.dtype), rest)
 
             return call
 
-        for name in {name for name, _ in outputs}:
+        names = {name for name, _ in outputs}
+        for name in names:
             object.__setattr__(pipe, name, replayed(name))
-        if x is not None and hasattr(pipe, "prepare_latents"):
-            object.__setattr__(pipe, "prepare_latents", _with_state(x, pipe.prepare_latents))
-        elif x is not None:
-            kwargs["latents"] = x.to(self.device, self.pipe.transformer.dtype)
+        if x is not None and "prepare_latents" not in names:
+            if hasattr(self.pipe, "prepare_latents"):
+                object.__setattr__(
+                    pipe, "prepare_latents", self._fixed_prepare_latents(x, {} if images_of(prompts[0]) else self._prepared)
+                )
+            else:
+                kwargs["latents"] = x.to(self.device, self.pipe.transformer.dtype)
         return self._call(pipe, prompts, **kwargs)
 
+    def _own_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        latents = self._intercepted.prepare_latents(*args, **kwargs)
+        return latents[0] if isinstance(latents, tuple) else latents
 
-def _with_state(x: Tensor, prepare_latents: Callable) -> Callable:
-    """`prepare_latents` with the states x in place of its own, in the dtype of those."""
+    def _fixed_prepare_latents(self, x: Tensor, prepared: dict[int, tuple]) -> Callable:
+        """A replacement for `prepare_latents`, which returns our latents, cast to the pipeline's dtype, and its other return values.
 
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        prepared = prepare_latents(*args, **kwargs)
-        like, *rest = prepared if isinstance(prepared, tuple) else (prepared,)
-        state = x.to(like.device, like.dtype)
-        return (state, *rest) if rest else state
+        Args:
+            prepared: what it returned before, less the state, by the number of rows.
+        """
 
-    return prepare
+        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            if len(x) not in prepared:
+                prepared[len(x)] = without_state(self.pipe.prepare_latents(*args, **kwargs))
+            like, *rest = prepared[len(x)]
+            return _with_state(x.to(like.device, like.dtype), rest)
+
+        return prepare_latents
+
+
+def _with_state(state: Tensor, rest: list[Any]) -> Any:
+    """The value of `prepare_latents`."""
+    return (state, *rest) if rest else state

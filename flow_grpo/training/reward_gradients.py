@@ -115,7 +115,9 @@ class EndpointGradients:
     def weighted(self, latents: Tensor, batch: PromptBatch, microbatch: int) -> Tensor:
         """The gradient (B, ...) of the weighted sum of the rewards at latents of a batch."""
         weights = weights_of_rows(self.rewards, batch)
-        return weighted_gradients({name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}, weights)
+        return weighted_gradients(
+            {name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}, weights
+        )
 
 
 @dataclass(frozen=True)

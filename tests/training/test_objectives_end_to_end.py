@@ -602,7 +602,7 @@ def test_fp16_that_overflows_for_ever_is_a_clear_error():
         uses_fsdp=False,
         device=torch.device("cpu"),
         dtype=torch.float16,
-        meter=SimpleNamespace(phase=lambda name: nullcontext()),
+        meter=SimpleNamespace(timed=lambda name: nullcontext()),
     )
     optimizer, norms = Optimizer(policy, OptimizerConfig(), Processes()), []
 

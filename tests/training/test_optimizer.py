@@ -202,7 +202,7 @@ def test_weights_in_shares_give_their_moments_whole_and_take_them_back(mesh):
         values = [torch.randn(4, 3, generator=generator), torch.randn(1, generator=generator)]
         weights = {str(i): torch.nn.Parameter(distribute_tensor(v, mesh, [Shard(0)])) for i, v in enumerate(values)}
         device, dtype = torch.device("cpu"), torch.float32
-        meter = SimpleNamespace(phase=lambda name: nullcontext())
+        meter = SimpleNamespace(timed=lambda name: nullcontext())
         kind = {"is_sharded": True, "uses_fsdp": True, "device": device, "dtype": dtype}
         policy = SimpleNamespace(trainable_parameters=lambda: weights, meter=meter, **kind)
         return Optimizer(policy, SETTINGS, Processes())

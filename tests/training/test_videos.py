@@ -94,6 +94,7 @@ def test_a_run_is_sampled_evaluated_and_exported(trained):
     folder, name = trained.parent, trained.name
     of_images = folder / f"{name}_drawn" / "0000_seed0.png"  # of an earlier command
     save_image(of_images, torch.rand(3, 8, 8), ImageInfo("a red cat", 0, "tiny"))
+    (of_images.parent / "metadata.jsonl").write_text('{"file_name": "0000_seed0.png", "prompt": "a red cat"}\n')
     said = run("sample", "a red cat", "--seeds", "2", "--lora", str(trained / "lora"), "--out", f"{name}_drawn", cwd=folder)
     assert "2 videos: " in said
     files = sorted(file.name for file in (folder / f"{name}_drawn").iterdir())
