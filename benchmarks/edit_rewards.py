@@ -18,7 +18,7 @@ from scipy.stats import mannwhitneyu
 from shapes_sheet import policy
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.data.prompts import load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.rewards import Reward, score
 from flow_grpo.rewards.fidelity import Fidelity, Unchanged

@@ -25,7 +25,7 @@ from flow_grpo import FlowGRPOConfig, FlowGRPOTrainer, sampling, trainer
 from flow_grpo.objectives import Loss
 from flow_grpo.policy.policy import Policy
 from flow_grpo.training import losses
-from flow_grpo.training.losses import ForwardProcessLoss, NoiseLevel, add_noise
+from flow_grpo.training.forward_process_loss import ForwardProcessLoss, NoiseLevel, add_noise
 from flow_grpo.types import Experience, NoisedImage, PromptBatch, Scores, Trajectory, take_rows
 
 WORLDS = {  # config: its settings, the images of a group, and what is measured

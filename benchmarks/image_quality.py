@@ -21,7 +21,7 @@ from shapes_sheet import images, policy
 
 from dev.tiny.pretrain_shapes import tensor_of
 from flow_grpo import FlowGRPOConfig, rewards
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.rewards import score
 from flow_grpo.rewards.images import to_pil
 

@@ -16,7 +16,7 @@ from PIL import Image
 from shapes_sheet import policy
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.evaluation.generate import generate_images, image_seed
 from flow_grpo.rewards.images import Vote, to_pil
 from flow_grpo.rewards.preference_head import PreferenceHead, fit

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from flow_grpo import FlowGRPOConfig, __version__
 from flow_grpo.cli.train import train
-from flow_grpo.data.prompts import load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.significance import Estimate, estimate, mean_of_independent
 from flow_grpo.figures import new_figure, save_figure

@@ -26,7 +26,7 @@ from dev.prompts import drawing
 from dev.tiny.pretrain_shapes import tensor_of
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.evaluation.generate import NUM_DIVERSITY_PROMPTS, SEED, generate_images, image_seed
 from flow_grpo.evaluation.image_metrics import rms_difference
 from flow_grpo.image_prompt import images_of

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy.loading import load_policy

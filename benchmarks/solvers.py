@@ -13,7 +13,7 @@ from rich.table import Table
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.evaluation.generate import SEED, image_seed
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.loading import load_policy

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flow_grpo import load_policy, objectives, rewards, sampling
 from flow_grpo.advantages import group_advantages
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.policy import Policy
 from flow_grpo.types import PromptBatch, StochasticSteps, TrainedStep, Trajectory

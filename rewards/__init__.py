@@ -10,11 +10,12 @@ The package's own name is `flow_grpo.rewards`, which a user's rewards.py can't h
 `import rewards` gives the same modules.
 """
 
-from flow_grpo.rewards.gradients import RewardGradient, check_differentiable
+from flow_grpo.rewards.calls import Reward, call_reward, score
+from flow_grpo.rewards.gradients import RewardGradient, check_differentiable, reward_gradient
 from flow_grpo.rewards.images import takes_pil
 from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
 from flow_grpo.rewards.scopes import scope_of
-from flow_grpo.rewards.scoring import Reward, WeightedSum, call_reward, reward_gradient, row_weights, score
+from flow_grpo.rewards.scoring import WeightedSum, row_weights
 
 __all__ = [
     "REGISTRY",

@@ -1,4 +1,4 @@
-"""A call of a reward: what it is given, copied so that nobody else sees what it changes, and what it may return.
+"""The call of one reward: what it is given, copied so that nobody else sees what it changes, and what it may return.
 
 A reward returns one number for each image, as a tensor, an array, a list or a generator of numbers. Also (numbers, details), of which the
 details are left out, and a coroutine of any of these, which is awaited.
@@ -8,10 +8,13 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import threading
-from collections.abc import Awaitable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,15 +22,196 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards import scopes
+from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from flow_grpo.rewards.interrupt import in_thread
-from flow_grpo.rewards.scopes import signature
+from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video, signature
+from flow_grpo.rewards.user_code import UserCodeError, guarded, one_sentence
 
 ROWS = "metadata"  # a parameter that gets the metadata as one dict for each image
 TEXTS = ("prompt", "prompts", "completion", "completions")
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
+MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 LARGEST = 1e15  # of a value: squares and sums of larger ones leave float32
 _turn = threading.Lock()  # held by the thread that runs the loop of `_loop`, while others wait
 Given = TypeVar("Given")
+
+
+class Reward(Protocol):
+    """A callable that scores images: values (B,), larger is better. `rewards.calls` has the other shapes of an answer."""
+
+    def __call__(self, images: torch.Tensor, prompts: list[str], **metadata: Any) -> Any: ...
+
+
+def score(
+    name: str,
+    reward: Reward,
+    images: Tensor,
+    prompts: list[str],
+    group: Sequence[int] | None = None,
+    /,
+    **metadata: Any,
+) -> Tensor:
+    """Call a reward and check its values; returns (B,) float32 on the CPU.
+
+    Args:
+        group: which group each image belongs to, for a reward that sees several images; by default images of one prompt are a group.
+
+    Raises:
+        FlowGRPOError: the reward raised, or returned NaN, infinity or the wrong shape, or sees several images and a group has one. The
+            message names the reward and the prompt.
+    """
+    values = call_reward(name, reward, images, prompts, metadata, group=group)
+    check_finite(name, values, prompts)
+    return values
+
+
+def check_finite(name: str, values: Tensor, prompts: list[str]) -> None:
+    for value, prompt in zip(values.tolist(), prompts, strict=True):
+        if not math.isfinite(value):
+            shown = prompt[:MAX_PROMPT_LENGTH]
+            raise FlowGRPOError(f"reward {name} returned {value} for the prompt {shown!r}; every reward must be finite.")
+
+
+def call_reward(
+    name: str,
+    reward: Reward,
+    images: Tensor,
+    prompts: list[str],
+    metadata: dict[str, Any],
+    *,
+    group: Sequence[int] | None = None,
+    graph: bool = False,
+) -> Tensor:
+    """Call a reward as `score` does, but allow values that are not finite. A reward of the user gets copies of its inputs.
+
+    Args:
+        graph: of a differentiable reward: keep the graph that leads to the images.
+    """
+    if not prompts:
+        return images.flatten(1).sum(1).cpu()  # no values, with the graph that `graph` asks for
+    frames = frames_of(reward)
+    if is_video(images) and frames != ALL:
+        indices = frame_indices(frames, images.shape[1])
+        by_frame = [call_reward(name, reward, images[:, i], prompts, metadata, group=group, graph=graph) for i in indices]
+        return torch.stack(by_frame).mean(0)
+    if frames == ALL and not is_video(images):
+        raise FlowGRPOError(f"reward {name} sees whole videos (B, F, 3, H, W), and these are images: leave it out.")
+    batch = RewardInputs(images, prompts, metadata)
+    scope = scopes.scope_of(reward)
+    if scope == scopes.IMAGE:
+        return _call(name, reward, batch, graph)
+    members = scopes.rows_by_group(prompts if group is None else group)
+    single = next((rows[0] for rows in members if len(rows) < 2), None)
+    if single is not None:
+        raise FlowGRPOError(
+            f"reward {name} sees the images of a prompt together, but there is one of {prompts[single][:MAX_PROMPT_LENGTH]!r}: "
+            "give it two or more."
+        )
+    if hasattr(reward, "score_groups"):  # it passes whole groups on
+        group_of_row = {row: i for i, rows in enumerate(members) for row in rows}
+        return _call(name, partial(reward.score_groups, [group_of_row[row] for row in range(len(prompts))]), batch)
+    if scope == scopes.PAIR:
+        opponents = scopes.opponents_of(reward)
+        pairs = [pair for rows in members for pair in scopes.pairs_of(rows, opponents)]
+        return scopes.win_rates(len(prompts), pairs, _first_wins(name, reward, batch, pairs))
+    values = torch.empty(len(prompts))
+    for rows in members:
+        values[rows] = _call(name, reward, batch.take(rows))
+    return values
+
+
+@dataclass(frozen=True)
+class RewardInputs:
+    """The inputs of a reward call: B images, or B pairs of images, of which these are the first."""
+
+    images: Tensor
+    prompts: list[str]
+    metadata: dict[str, list]
+    second: Tensor | None = None
+    group: Sequence[int] | None = None
+
+    def take(self, rows: list[int]) -> "RewardInputs":
+        metadata = {key: [column[i] for i in rows] for key, column in self.metadata.items()}
+        second = None if self.second is None else self.second[rows]
+        group = None if self.group is None else [self.group[i] for i in rows]
+        return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], metadata, second, group)
+
+    def keywords(self, reward: Reward, inputs: int) -> dict[str, Any]:
+        """The metadata that the reward takes after its first `inputs` arguments, with `source` where prompts have images.
+
+        A parameter `metadata` gets the columns as one dict for each image, as in flow_grpo, unless a column has that name.
+        Where some prompts have none, a reward that names `source` cannot be called; one that takes any metadata goes without it.
+        """
+        named = SOURCE in scopes.signature(reward).parameters
+        shows_sources = has_sources(self.metadata) and (named or all(self.metadata[SOURCES]))
+        columns = {**self.metadata, SOURCE: None} if shows_sources else self.metadata
+        keywords = dict(accepted_metadata(reward, columns, inputs))
+        if shows_sources and SOURCE in keywords:
+            keywords[SOURCE] = first_sources(self.metadata[SOURCES], self.images)
+        if takes_rows(reward) and ROWS not in self.metadata:
+            keywords[ROWS] = [{key: column[i] for key, column in self.metadata.items()} for i in range(len(self.prompts))]
+        return keywords
+
+    def pairs(self, first: list[int], second: list[int]) -> "RewardInputs":
+        """Pairs of these images by their rows."""
+        return replace(self.take(first), second=self.images[second])
+
+    def with_second(self) -> "RewardInputs":
+        """The 2 B images, each first one followed by its second one, as a group."""
+        assert self.second is not None
+        rows = [i for i in range(len(self.prompts)) for _ in range(2)]
+        both = torch.stack([self.images, self.second.to(self.images)], 1).flatten(0, 1)
+        return replace(self.take(rows), images=both, second=None, group=rows)
+
+
+def _first_wins(name: str, reward: Reward, batch: RewardInputs, pairs: list[tuple[int, int]]) -> Tensor:
+    """The probability (n,) that the first image of each pair of rows beats the second, the mean of asking in both orders.
+
+    A preference for one of the two positions then cancels. A reward with `symmetric = True`, which has none, is asked once.
+    """
+    parts = []
+    for start in range(0, len(pairs), scopes.PAIRS_PER_CALL):
+        part = pairs[start : start + scopes.PAIRS_PER_CALL]
+        first, second = [i for i, _ in part], [j for _, j in part]
+        wins = _checked_probabilities(name, _call(name, reward, batch.pairs(first, second)))
+        if not getattr(reward, "symmetric", False):
+            wins = (wins + 1 - _checked_probabilities(name, _call(name, reward, batch.pairs(second, first)))) / 2
+        parts.append(wins)
+    return torch.cat(parts)
+
+
+def _checked_probabilities(name: str, values: Tensor) -> Tensor:
+    invalid = values[(values < 0) | (values > 1)]
+    if len(invalid):
+        raise FlowGRPOError(
+            f"reward {name} returned {invalid[0].item():g} for a pair of images; it must return the probability, 0 to 1, that the "
+            "first wins."
+        )
+    return values
+
+
+def _call(name: str, reward: Any, batch: RewardInputs, graph: bool = False) -> Tensor:
+    """The values (B,) of one call. FlowGRPOError if it raised, returned another shape, or can't be called so."""
+    prompts = batch.prompts
+    kind = "images" if batch.second is None else "pairs of images"
+    on = f"on {len(prompts)} {kind}" + (f", the first for the prompt {prompts[0][:MAX_PROMPT_LENGTH]!r}" if prompts else "")
+    inputs: list[Any] = [batch.images, prompts] if batch.second is None else [batch.images, batch.second, prompts]
+    check_inputs(name, reward, len(inputs))
+    keywords = batch.keywords(reward, len(inputs))
+    check_metadata(name, reward, keywords, len(inputs))
+    if not is_ours(reward):
+        inputs, keywords = copied((inputs, keywords))
+    guard = one_sentence if is_concurrent(reward) else partial(guarded, f"reward {name}")
+    try:
+        with guard(lambda error: f"reward {name} raised {error} {on}"), torch.set_grad_enabled(graph):
+            returned = finished(reward(*inputs, **keywords), graph)
+    except UserCodeError as error:
+        if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in str(error):
+            hint = "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images."
+            raise UserCodeError(f"{error}; {hint}") from error.__cause__
+        raise
+    return as_values(name, returned, len(prompts), kind)
 
 
 def accepted_metadata(reward: Any, metadata: dict[str, Any], inputs: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ A reward offers them by its attribute `differentiable = True`. Its call then get
 and returns a tensor (B,) with a graph. `WeightedSum.gradients` has those of several rewards.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.rewards.calls import MAX_PROMPT_LENGTH, Reward, call_reward
 from flow_grpo.rewards.scopes import IMAGE, scope_of
 from flow_grpo.rewards.user_code import guarded
 
@@ -33,6 +35,40 @@ class RewardGradient(NamedTuple):
     value: Tensor
     gradient: Tensor
     fall: Tensor | None = None
+
+
+def without_gradient(images: Tensor, rho: float) -> RewardGradient:
+    """Of B images without a value: values NaN, gradients 0."""
+    missing = torch.full((len(images),), math.nan)
+    return RewardGradient(missing, torch.zeros_like(images), missing.clone() if rho > 0 else None)
+
+
+def reward_gradient(
+    name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: dict[str, Any], rho: float = 0.0
+) -> RewardGradient:
+    """The values of a differentiable reward and their gradients, by one call and one backward pass; values may be NaN, as of `call_reward`.
+
+    Args:
+        images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1].
+        rho: above 0, the gradient of the flattened reward (`gradients.smoothed`), by two of each.
+
+    Raises:
+        FlowGRPOError: the reward raised, offers no gradient (NoGradient), or has one that is not finite where its value is.
+    """
+    check_differentiable(name, reward)
+
+    def at(images: Tensor) -> RewardGradient:
+        leaf = images.detach().clone().requires_grad_()
+        with torch.enable_grad():
+            values = call_reward(name, reward, leaf, prompts, metadata, graph=True)
+        return RewardGradient(values.detach(), gradient_of(name, values, leaf))
+
+    result = smoothed(at, images, rho) if rho > 0 else at(images)
+    broken = (~result.gradient.flatten(1).isfinite().all(1)).nonzero()
+    if len(broken):
+        prompt = prompts[int(broken[0])][:MAX_PROMPT_LENGTH]
+        raise FlowGRPOError(f"reward {name} has a gradient that is not finite for the prompt {prompt!r}.")
+    return result
 
 
 def check_differentiable(name: str, reward: Any) -> None:

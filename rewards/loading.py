@@ -15,10 +15,9 @@ from typing import Any
 from flow_grpo import user_files
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import expanded
-from flow_grpo.rewards.calls import check_inputs
+from flow_grpo.rewards.calls import Reward, check_inputs
 from flow_grpo.rewards.networks import with_index
 from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, signature, with_attributes_of
-from flow_grpo.rewards.scoring import Reward
 from flow_grpo.rewards.user_code import KNOWN, guarded
 
 REGISTRY = {

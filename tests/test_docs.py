@@ -26,7 +26,7 @@ from flow_grpo import rewards
 from flow_grpo.advantages import ADVANTAGES
 from flow_grpo.cli.app import COMMANDS
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.config.objective_by_name import OBJECTIVES
 from flow_grpo.policy import step_meter
 from flow_grpo.policy.hub import resolve_model
 from flow_grpo.rewards import REGISTRY
@@ -262,7 +262,7 @@ def test_an_objective_of_ones_own_trains(tmp_path):
 METRIC = re.compile(r'f?"((?:[a-z_0-9]+/)+[a-zA-Z_0-9{}.]+)"')
 LOGGED_BY = [
     "advantages.py",
-    "config/objective.py",
+    "config/anchor_config.py",
     "objectives.py",
     "trainer.py",
     *(f"{folder}/*.py" for folder in ("training", "evaluation", "policy", "tracking")),

@@ -10,7 +10,7 @@ from PIL import Image
 from support.fake_run import synthetic_run
 
 from flow_grpo.config.loading import MAX_BYTES, read_json, read_text
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.export.export import export
 from flow_grpo.policy import hub

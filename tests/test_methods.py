@@ -14,8 +14,7 @@ from support.run_contents import MEASURED
 
 from flow_grpo import advantages, sde
 from flow_grpo.advantages import ADVANTAGES
-from flow_grpo.config.objective import OBJECTIVES
-from flow_grpo.config.objective_by_name import section_type
+from flow_grpo.config.objective_by_name import OBJECTIVES, section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.sde import TRANSITIONS
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -238,7 +237,8 @@ NEW = """
 from typing import ClassVar, Literal
 
 from flow_grpo import advantages, objectives, sde
-from flow_grpo.config.objective import Needs, Stepwise
+from flow_grpo.config.objective import Needs
+from flow_grpo.config.stepwise_objectives import Stepwise
 
 
 def loss(step, advantage, threshold):

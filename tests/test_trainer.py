@@ -20,7 +20,7 @@ from support.run_contents import MEASURED
 
 from dev.tiny import pretrain
 from flow_grpo.advantages import group_advantages
-from flow_grpo.config.objective import WindowConfig
+from flow_grpo.config.stepwise_objectives import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.errors import Interrupted
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed

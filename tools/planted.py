@@ -50,14 +50,14 @@ BUGS = [
     ),
     (
         "crd and dgpo compare the images of a micro-batch, not of a group",
-        "flow_grpo/training/losses.py",
+        "flow_grpo/training/forward_process_loss.py",
         "if self.group_statistic is None or not self.splits_groups:",
         "if True:",
         "tests/training/test_forward_process_loss.py -k micro_batch_changes_nothing",
     ),
     (
         "padding counts in a group's mean",
-        "flow_grpo/training/losses.py",
+        "flow_grpo/training/forward_process_loss.py",
         "self.group[rows], is_real)",
         "self.group[rows], torch.ones_like(is_real))",
         "tests/training/test_forward_process_loss.py -k micro_batch_changes_nothing",
@@ -113,14 +113,14 @@ BUGS = [
     ),
     (
         "the images of a group share their noise whatever shared_noise says",
-        "flow_grpo/training/losses.py",
+        "flow_grpo/training/forward_process_loss.py",
         'seed, "eps", step, draw, shared=objective.shared_noise)',
         'seed, "eps", step, draw, shared=True)',
         "tests/training/test_noise_levels.py -k shared_by_a_group",
     ),
     (
         "the images of a group share their noise level whatever shared_noise says",
-        "flow_grpo/training/losses.py",
+        "flow_grpo/training/forward_process_loss.py",
         'seed, "sigma", step, draw, shared=objective.shared_noise)',
         'seed, "sigma", step, draw, shared=True)',
         "tests/training/test_noise_levels.py -k shared_by_a_group",
@@ -155,7 +155,7 @@ BUGS = [
     ),
     (
         "several noise levels of the schedule are one",
-        "flow_grpo/training/losses.py",
+        "flow_grpo/training/forward_process_loss.py",
         "keys.argsort(1)[:, draw]",
         "keys.argsort(1)[:, 0]",
         "tests/training/test_noise_levels.py -k different_steps",
@@ -183,7 +183,7 @@ BUGS = [
     ),
     (
         "a preference for the first of two images counts",
-        "rewards/scoring.py",
+        "rewards/calls.py",
         "wins = (wins + 1 - _checked_probabilities",
         "wins = (wins + _checked_probabilities",
         "tests/rewards/test_groups.py -k cancels",
@@ -1014,7 +1014,7 @@ BUGS = [
     ),
     (
         "a reward of a video is the sum over its frames",
-        "rewards/scoring.py",
+        "rewards/calls.py",
         "torch.stack(by_frame).mean(0)",
         "torch.stack(by_frame).sum(0)",
         "tests/rewards/test_frames.py -k mean_over",
@@ -1098,7 +1098,7 @@ BUGS = [
     ),
     (
         "prompts whose set has no name are left out of training",
-        "flow_grpo/data/prompts.py",
+        "flow_grpo/data/prompt_sources.py",
         'return _without_reserved(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))',
         "return load_prompts(source)",
         "tests/data/test_prompt_mixture.py -k column_is_refused",

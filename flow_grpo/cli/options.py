@@ -227,7 +227,7 @@ def read_images(
 
 def read_prompts(prompts: str | None, prompt: str | None) -> "PromptSet | str | None":
     """The prompts of --prompts, a row for each image, or the text of --prompt, one for all images."""
-    from flow_grpo.data.prompts import load_prompts
+    from flow_grpo.data.prompt_sources import load_prompts
 
     if prompt is not None and prompts is not None:
         raise FlowGRPOError("--prompt is one prompt for all images and --prompts has a row for each: give one of the two.")
@@ -248,7 +248,7 @@ def read_prompts(prompts: str | None, prompt: str | None) -> "PromptSet | str | 
 def read_prompt_source(source: str | None, prompt: str | None) -> "PromptSet | ImageRecords | None":
     """The prompts of --prompts or --prompt; if --prompts names images of `sample`, their prompts and seeds."""
     from flow_grpo.data import image_sets
-    from flow_grpo.data.prompts import load_prompts
+    from flow_grpo.data.prompt_sources import load_prompts
 
     if source is not None and prompt is None:
         path = Path(source)

@@ -139,8 +139,8 @@ def sample(
 
 def _read_prompts(words: list[str], images: Sequence[Path] = ()) -> "PromptSet":
     """The prompts with their metadata. Of the words each word is one with these images, or a file or folder of several."""
-    from flow_grpo.data.prompt_sources import names_a_path
-    from flow_grpo.data.prompts import PromptSet, load_prompts
+    from flow_grpo.data.prompt_sources import load_prompts, names_a_path
+    from flow_grpo.data.prompts import PromptSet
     from flow_grpo.image_prompt import SourceImage, with_images
 
     files = [word for word in words if names_a_path(word)]
@@ -246,7 +246,7 @@ def _tables(layout: Layout, prompts: "PromptSet", cells: "list[ImageInfo]", name
 
 def _earlier_files(folder: Path) -> list[str]:
     """The images, tables and grid of an earlier `sample`, by its table. FlowGRPOError if the folder has a table of other images."""
-    from flow_grpo.data.prompts import load_prompts
+    from flow_grpo.data.prompt_sources import load_prompts
 
     table = folder / TABLE
     if not table.exists():

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from flow_grpo.config.objective import Stepwise
 from flow_grpo.config.settings import RunSettings
+from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 

@@ -2,16 +2,10 @@
 
 from typing import Any
 
-from flow_grpo.config.objective import (
-    CUSTOM,
-    OBJECTIVES,
-    CustomForwardProcess,
-    CustomStepwise,
-    ForwardProcess,
-    Objective,
-    Stepwise,
-    is_custom,
-)
+from flow_grpo.config import reward_gradient_objectives  # noqa: F401 - its classes are found by name
+from flow_grpo.config.forward_process_objectives import CustomForwardProcess, ForwardProcess
+from flow_grpo.config.objective import CUSTOM, OBJECTIVES, Objective, is_custom
+from flow_grpo.config.stepwise_objectives import CustomStepwise, Stepwise
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
 

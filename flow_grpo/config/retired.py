@@ -7,8 +7,9 @@ Those that moved are read in both places.
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from flow_grpo.config.objective import Objective, Stepwise, WindowConfig, is_custom
+from flow_grpo.config.objective import Objective, is_custom
 from flow_grpo.config.objective_by_name import section_type
+from flow_grpo.config.stepwise_objectives import Stepwise, WindowConfig
 from flow_grpo.errors import FlowGRPOError
 
 

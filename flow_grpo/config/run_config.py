@@ -11,8 +11,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from flow_grpo.config import checks
+from flow_grpo.config.anchor_config import AnchorConfig
 from flow_grpo.config.loading import TRAINING_PROMPTS, dump_yaml, find_config, read_yaml
-from flow_grpo.config.objective import AnchorConfig, Objective
+from flow_grpo.config.objective import Objective
 from flow_grpo.config.objective_by_name import section_types, shared_settings
 from flow_grpo.config.overrides import (
     SIZES,

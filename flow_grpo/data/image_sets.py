@@ -15,8 +15,8 @@ from flow_grpo.config.loading import read_text
 from flow_grpo.data.grid import FIELD, ImageInfo, has_prompts, open_image, prompt_of, read_cells, shows_videos, to_bytes
 from flow_grpo.data.grid_layout import GridLayout, GridOptions, layout_of
 from flow_grpo.data.prompt_files import read_table
-from flow_grpo.data.prompt_sources import CAPTIONS, FILE_NAME, FOLDER_FILES, folder_file, text_files
-from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.data.prompt_sources import CAPTIONS, FILE_NAME, FOLDER_FILES, folder_file, load_prompts, text_files
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
 from flow_grpo.image_prompt import images_of

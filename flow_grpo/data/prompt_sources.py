@@ -1,31 +1,46 @@
-"""Where prompts come from: files, folders, addresses and data sets by name, and objects of a Python program, each as a `Table`.
+"""Where prompts come from: files, folders, addresses and data sets by name, and objects of a Python program.
 
 And what prompts are warned of: training prompts that are tested on, and syntax of other programs.
 """
 
 import functools
 import hashlib
+import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from flow_grpo.config.loading import bundled_file, read_text
-from flow_grpo.config.sections import FROM_PYTHON
-from flow_grpo.data.prompt_files import SUFFIXES, Table, read_table, table_of_rows, table_of_texts
+from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig
+from flow_grpo.data.prompt_files import (
+    COLUMNS,
+    DERIVED,
+    IMAGE_COLUMN,
+    SUFFIXES,
+    Table,
+    prompt_columns,
+    read_images,
+    read_table,
+    table_of_rows,
+    table_of_texts,
+)
+from flow_grpo.data.prompts import SET_COLUMN, PromptMixture, Prompts, PromptSet, join_sets
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import check_regular, expanded, write_atomic
-from flow_grpo.image_prompt import images_of, prompt_key, with_images
+from flow_grpo.image_prompt import SourceImage, images_of, prompt_key, with_images
 from flow_grpo.rewards.downloads import HubUnreachable, downloads
-from flow_grpo.text import has_password, natural_key, without_passwords
+from flow_grpo.rewards.scoring import REWARDS_COLUMN
+from flow_grpo.text import has_password, natural_key, visible, without_passwords
 
 HTTPS = "https://"
 DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
 MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
 CAPTIONS = (".txt", ".caption")  # kohya's scripts have the second for the text of an image
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them
+RESERVED_COLUMNS = ("images", "prompts")  # arguments of rewards that are not metadata
 ARTICLES = {"a", "an", "the"}
 # kohya's `# comment` and `--w 512`, A1111's `--steps 20`, `<lora:name:0.8>` and `(word:1.2)`, Midjourney's `--ar 16:9`
 SYNTAX = re.compile(r"^#\s|(?<!\S)--[A-Za-z][\w-]*(?=\s|=|$)|<(?:lora|lyco|hypernet):[^<>]+>|\([^()]*[^():\s\d]:\d*\.\d+\)")
@@ -44,6 +59,118 @@ PROMPT_SETS = {  # by name, in lower case: a bundled file, an address or a hub d
     # 200 prompts in eleven categories (arXiv 2205.11487); without a licence, so that the package does not contain it
     "drawbench": "sayakpaul/drawbench",
 }
+
+
+def load_prompts(source: Prompts, image_column: str = IMAGE_COLUMN) -> PromptSet:
+    """Load prompts from a file, a folder, an address, a hub data set or a known name, or from texts or dicts in memory.
+
+    A name is one of flow_grpo/data/prompt_sources.py, a .txt file (one prompt per line), a .json, .jsonl, .csv, .tsv or .parquet file, the
+    https address of such a file, a folder, or a hub data set. Objects are a `PromptSet` (returned as it is), and a list, generator,
+    `datasets.Dataset` or another iterable of texts, or of dicts by column.
+
+    Tables have a column `prompt`, Prompt or prompts, or a single one of `prompt_files.OTHER_COLUMNS`; other columns become metadata. No
+    row is skipped. The column `image` has the images of a prompt: a path or several, relative to the file. A folder has a
+    metadata.jsonl or .csv, whose column file_name has the images, or .txt files with a prompt each. A text of another column than
+    `prompt` describes its image: that is not an image to be edited, and is left out.
+
+    Args:
+        image_column: the column of the prompts' images; `image` has another meaning in tables of given images.
+
+    Raises:
+        FlowGRPOError: there is no such file or data set, or it has no prompts, no column for them, or a value that is no prompt or image.
+    """
+    if isinstance(source, PromptSet):
+        return source
+    if isinstance(source, str | Path):
+        return _prompts_of(read_source(str(source)), str(source), image_column)
+    return _prompts_of(read_items(source), "the given data set", image_column)
+
+
+def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
+    """The prompts of a table, with their images and metadata."""
+    column, image_column = _prompt_column(table, name), table.image_column or image_column
+    is_caption = column.lower() not in COLUMNS  # of the image beside it
+    has_images = image_column in table.columns and not is_caption
+    reserved = {*RESERVED_COLUMNS, *(DERIVED if has_images else ())} - {column, image_column}
+    _check_columns(table.columns, reserved, name)
+    images: list[tuple[SourceImage, ...]] = [()] * len(table.rows)
+    if has_images:
+        images = read_images([row[image_column] for row in table.rows], table, name, image_column)
+    texts = [row[column] for row in table.rows]
+    invalid = next((i for i, text in enumerate(texts) if not _is_prompt(text)), None)
+    if invalid is not None:
+        raise FlowGRPOError(
+            f"{name}, {table.locations[invalid]}: {repr(texts[invalid])[:80]} is not a prompt: every prompt must be a text that is not "
+            "empty."
+        )
+    dropped = {column, image_column} - ({FILE_NAME} if is_caption else set())
+    metadata = [{key: value for key, value in row.items() if key not in dropped} for row in table.rows]
+    notes = []
+    if is_caption:
+        without = ", without the images that it describes" if image_column in table.columns else ""
+        notes.append(f"{name}: the column `{visible(column)}` is taken as the prompt{without}.")
+    prompts = [with_images(text, sources) for text, sources in zip(texts, images, strict=True)]
+    return PromptSet(prompts, metadata, tuple(notes))
+
+
+def _check_columns(columns: Iterable[str], reserved: Collection[str], name: str) -> None:
+    """FlowGRPOError if one of the columns has a reserved name."""
+    clash = next((column for column in columns if column in reserved), None)
+    if clash is not None:
+        raise FlowGRPOError(
+            f"{name} has a column `{clash}`, a name that is reserved in calls of rewards: give it another name."
+        )
+
+
+def _prompt_column(table: Table, name: str) -> str:
+    """The column of the prompts. FlowGRPOError if there are no rows, or if there is no such column, or more than one."""
+    columns = prompt_columns(table.columns)
+    if not table.columns or (columns and not table.rows):
+        raise FlowGRPOError(f"{name} holds no prompts.")
+    if not columns:
+        raise FlowGRPOError(f"{name} has no column `prompt`; it has {visible(', '.join(table.columns))[:200]}.")
+    if len(columns) > 1:
+        several = " and ".join(f"`{column}`" for column in columns[:4])
+        raise FlowGRPOError(f"{name} has no column `prompt`, but {several}: rename the one with the prompts to `prompt`.")
+    return columns[0]
+
+
+def _is_prompt(value: object) -> bool:
+    """Whether it is a text that isn't blank and can be encoded: it has no half of a surrogate pair."""
+    return isinstance(value, str) and bool(value.strip()) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def load_run_prompts(source: Any) -> PromptSet:
+    """Load prompts as `load_prompts` does, or the mixture of a list of `PromptSetConfig`.
+
+    Raises:
+        FlowGRPOError: as `load_prompts`, or the prompts have a column `prompt_set` or `rewards`.
+    """
+    if isinstance(source, PromptMixture):
+        return source
+    if not (isinstance(source, list) and source and all(isinstance(entry, PromptSetConfig) for entry in source)):
+        return _without_reserved(load_prompts(source), "the PromptSet" if isinstance(source, PromptSet) else str(source))
+    labels, weights = [config.label for config in source], [config.weight for config in source]
+    return join_sets(labels, [_load_set(config) for config in source], weights)
+
+
+def _load_set(config: PromptSetConfig) -> PromptSet:
+    """The prompts of a set, each with the set's name and rewards."""
+    loaded = _without_reserved(load_prompts(config.file), config.file)
+    rewards = dict.fromkeys(config.rewards) if isinstance(config.rewards, list) else config.rewards
+    metadata = [{**row, SET_COLUMN: config.label, REWARDS_COLUMN: rewards} for row in loaded.metadata]
+    return PromptSet(loaded.prompts, metadata, loaded.notes)
+
+
+def _without_reserved(loaded: PromptSet, name: str) -> PromptSet:
+    """The prompts themselves. FlowGRPOError if they have a column that only a list of sets may give them."""
+    _check_columns(itertools.chain.from_iterable(loaded.metadata), {SET_COLUMN}, name)
+    if any(REWARDS_COLUMN in row for row in loaded.metadata):  # by which 0.4 chose the rewards of each prompt
+        raise FlowGRPOError(
+            f"{name} has a column `{REWARDS_COLUMN}`, by which prompts no longer choose their rewards: give prompts with other "
+            "rewards as a set, prompts=[{file: FILE, rewards: [NAME]}], or give the column another name."
+        )
+    return loaded
 
 
 def source_of(name: str) -> str:

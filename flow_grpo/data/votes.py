@@ -4,7 +4,8 @@ from itertools import combinations
 from pathlib import Path
 
 from flow_grpo.data.prompt_files import image_source
-from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.images import Vote
 

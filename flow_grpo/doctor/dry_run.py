@@ -8,7 +8,8 @@ import torch
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig, RewardConfig
-from flow_grpo.data.prompts import PromptSet, load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.fit import rates_of, run_time
 from flow_grpo.plan.hardware import GB, Hardware

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Stepwise, stochastic_transitions
+from flow_grpo.config.stepwise_objectives import Stepwise, stochastic_transitions
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Clip, Reinforce, Stepwise, is_custom
+from flow_grpo.config.objective import is_custom
+from flow_grpo.config.stepwise_objectives import Clip, Reinforce, Stepwise
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy

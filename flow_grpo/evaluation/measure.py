@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data.image_sets import ImageRecords
-from flow_grpo.data.prompts import PromptSet, load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import ForwardProcess, RewardGradient, Stepwise
+from flow_grpo.config.forward_process_objectives import ForwardProcess
+from flow_grpo.config.reward_gradient_objectives import RewardGradient
+from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.plan import hardware
 from flow_grpo.plan.hardware import GB, Rates
 from flow_grpo.plan.meta_pipeline import MetaTextEncoder

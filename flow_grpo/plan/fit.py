@@ -8,7 +8,7 @@ from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import RewardConfig
-from flow_grpo.data.prompts import load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
 from flow_grpo.distributed.processes import shared_microbatch
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig, LoraConfig
-from flow_grpo.data.prompts import load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 from flow_grpo.plan.meta_pipeline import BlockCall, load_for_plan

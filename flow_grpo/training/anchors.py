@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flow_grpo import objectives, sde
-from flow_grpo.config.objective import NamedAnchor, Objective, decay_at
+from flow_grpo.config.anchor_config import NamedAnchor, decay_at
+from flow_grpo.config.objective import Objective
 from flow_grpo.data.prompts import SET_COLUMN
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.loading import check_guidance

@@ -12,7 +12,7 @@ from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import from_bytes, to_bytes
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.data.votes import NO_COLUMN, image_of, load_votes
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError

@@ -1,21 +1,37 @@
-"""Gradients of rewards at the end of a rollout: where they are taken, how they are weighed, and which images are moved by them."""
+"""Gradients of rewards at the end of a rollout: where they are taken, how they are weighed, which images they move, and the loss."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Mend, Opsd, RewardGradient, TrainedState
+from flow_grpo.config.reward_gradient_objectives import Mend, Opsd, RewardGradient, TrainedState
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.policy.encoding import Conditioning
+from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
+from flow_grpo.training.anchors import Prediction
 from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
-from flow_grpo.types import GradientStates, ImageMoves, PromptBatch, Scores, Trajectory, weighted_gradients
+from flow_grpo.training.losses import BatchLoss
+from flow_grpo.types import (
+    Experience,
+    GradientState,
+    GradientStates,
+    ImageMoves,
+    Loss,
+    PromptBatch,
+    Scores,
+    Trajectory,
+    weighted_gradients,
+)
 
 DECAY = 0.9  # of the running mean square of a reward's gradient
 
@@ -309,3 +325,36 @@ def _norm(latents: Tensor) -> Tensor:
 
 def _unit(gradient: Tensor) -> Tensor:
     return gradient.float() / _norm(gradient.float()).clamp_min(1e-12)
+
+
+class RewardGradientLoss(BatchLoss):
+    """The loss of an objective by reward gradients, which repeats states of a rollout: one `Loss` per trained state."""
+
+    def __init__(
+        self, policy: Policy, experience: Experience, conditioning: Conditioning, *, objective: RewardGradient
+    ) -> None:
+        super().__init__(policy, experience, conditioning, objective)
+        assert self.trajectory.gradient_states is not None
+        self.objective, self.states = objective, self.trajectory.gradient_states
+        self.gradient = experience.reward_gradient
+        self.count = len(self.states.steps)
+
+    def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
+        """As of `BatchLoss`."""
+        for k, (i, factor, endpoint) in enumerate(
+            zip(self.states.steps, self.states.factor, self.states.endpoint, strict=True)
+        ):
+            gradient = None if self.gradient is None else self._on_device(self.gradient[:, endpoint], rows)
+            moves = self.states.moves
+            of_moves = {} if moves is None else {"target": moves.target, "away": moves.away, "v_old": moves.v_old}
+            targets = {name: self._on_device(values, rows) for name, values in of_moves.items() if values is not None}
+            x = self._on_device(self.states.x[:, k], rows)
+            velocity = functools.partial(self._velocity, x, i, rows)
+            current = velocity(self.policy, self.conditioning)
+            loss = self.objective.loss(
+                GradientState(current.v, gradient, factor, **targets), self._on_device(self.advantage, rows)
+            )
+            yield self.anchors.with_kl(loss, current, self.anchors.evaluate(velocity), rows)
+
+    def _velocity(self, x: Tensor, i: int, rows: Tensor, model: FlowPipeline, conditioning: Conditioning) -> Prediction:
+        return Prediction(model.velocity(x, self.trajectory.schedule.timesteps[i], conditioning, rows))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flow_grpo import sampling
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import RewardGradient, Stepwise, WindowConfig
+from flow_grpo.config.reward_gradient_objectives import RewardGradient
+from flow_grpo.config.stepwise_objectives import Stepwise, WindowConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.policy.encoding import Conditioning

@@ -10,7 +10,8 @@ import torch
 from flow_grpo import rewards as reward_kit
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import FROM_PYTHON, PromptSetConfig, RewardConfig
-from flow_grpo.data.prompts import Prompts, PromptSampler, PromptSet, load_run_prompts, sampler_of
+from flow_grpo.data.prompt_sources import load_run_prompts
+from flow_grpo.data.prompts import Prompts, PromptSampler, PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub

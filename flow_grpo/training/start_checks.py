@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import ForwardProcess, Stepwise
+from flow_grpo.config.forward_process_objectives import ForwardProcess
+from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, syntax_warnings
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import shared_microbatch

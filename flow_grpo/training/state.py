@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import Mend, Opsd, RewardGradient
+from flow_grpo.config.reward_gradient_objectives import Mend, Opsd, RewardGradient
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, Interrupted

@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import ForwardProcess, RewardGradient, Stepwise, decay_at
+from flow_grpo.config.anchor_config import decay_at
+from flow_grpo.config.forward_process_objectives import ForwardProcess
+from flow_grpo.config.reward_gradient_objectives import RewardGradient
 from flow_grpo.config.sections import OptimizerConfig
+from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.encoding import Conditioning
@@ -21,15 +24,9 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.weights import full_tensor, gather_to_cpu, shard_like
 from flow_grpo.progress import phase
 from flow_grpo.training.anchors import AnchorCopies
-from flow_grpo.training.losses import (
-    BatchLoss,
-    ClipRange,
-    ForwardProcessLoss,
-    LossMetrics,
-    RewardGradientLoss,
-    StepLoss,
-    draw_noise_levels,
-)
+from flow_grpo.training.forward_process_loss import ForwardProcessLoss, draw_noise_levels
+from flow_grpo.training.losses import BatchLoss, ClipRange, LossMetrics, StepLoss
+from flow_grpo.training.reward_gradients import RewardGradientLoss
 from flow_grpo.types import RATIO_DEVIATION, Experience
 
 GRAD_NORM = "grad_norm"  # metric

@@ -41,12 +41,11 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.calls import named_columns
+from flow_grpo.rewards.calls import Reward, call_reward, named_columns
 from flow_grpo.rewards.images import SOURCES, to_rgb
 from flow_grpo.rewards.interrupt import DaemonThread, exit_with_parent
 from flow_grpo.rewards.loading import load
 from flow_grpo.rewards.scopes import IMAGE, frames_of, scope_of
-from flow_grpo.rewards.scoring import Reward, call_reward
 from flow_grpo.rewards.serving.sources import unpack_sources
 
 RAW = "application/x-safetensors"

@@ -11,7 +11,8 @@ from support import small_policy as small
 from support.paths import ROOT
 
 from flow_grpo import FlowGRPOConfig
-from flow_grpo.config.objective import OBJECTIVES, Nft
+from flow_grpo.config.forward_process_objectives import Nft
+from flow_grpo.config.objective_by_name import OBJECTIVES
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.hub import resolve_lora
 

@@ -12,7 +12,7 @@ from flow_grpo.cli.options import parse_reward
 from flow_grpo.config.loading import TRAINING_PROMPTS, bundled_file, parse_yaml
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.config.sections import EvaluationConfig
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
 from flow_grpo.policy.policy import Policy

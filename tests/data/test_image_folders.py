@@ -12,7 +12,8 @@ from support.grids import CELLS, pictures
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import prompt_of, save_grid, save_image
 from flow_grpo.data.grid_layout import GridOptions
-from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.evaluation.targets import TargetOptions, resolve_targets
 from flow_grpo.text import natural_key

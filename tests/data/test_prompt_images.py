@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from flow_grpo.data.prompt_sources import held_out_overlap
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import held_out_overlap, load_prompts
 from flow_grpo.image_prompt import ImagePrompt, SourceImage, images_of
 
 

@@ -9,7 +9,8 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.sections import PromptSetConfig
-from flow_grpo.data.prompts import PromptSampler, PromptSet, join_sets, load_run_prompts, rows_by_set, sampler_of
+from flow_grpo.data.prompt_sources import load_run_prompts
+from flow_grpo.data.prompts import PromptSampler, PromptSet, join_sets, rows_by_set, sampler_of
 
 WEIGHTS = (1.0, 2.5, 0.5)
 

@@ -10,8 +10,7 @@ from support.embedded import short_run
 
 from dev.prompts import geneval_prompts
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, normal_form
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, load_prompts, normal_form
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.start_checks import sentences

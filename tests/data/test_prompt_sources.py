@@ -18,8 +18,7 @@ from flow_grpo.cli.options import read_prompt_source
 from flow_grpo.cli.sample import _read_prompts
 from flow_grpo.config.sections import FROM_PYTHON
 from flow_grpo.data import prompt_sources
-from flow_grpo.data.prompt_sources import syntax_warnings
-from flow_grpo.data.prompts import load_prompts, load_run_prompts
+from flow_grpo.data.prompt_sources import load_prompts, load_run_prompts, syntax_warnings
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import images_of
 

@@ -16,7 +16,7 @@ from PIL import Image
 from support.cli_process import run
 
 from flow_grpo import ImagePrompt, PromptSet
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 
 LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0") | st.sampled_from(
     "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\ufeff\t,\"'\\{}[]#; äé猫\U0001f431"

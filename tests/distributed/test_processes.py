@@ -34,7 +34,8 @@ from support.process_runs import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import PromptSampler, load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
+from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.launchers import first_dead
 from flow_grpo.distributed.processes import Processes, _buckets, shared_microbatch
 from flow_grpo.errors import PEER_LOST

@@ -3,8 +3,7 @@
 from PIL import Image
 from support.checks import HELD_OUT, TRAIN, statuses
 
-from flow_grpo.data.prompt_sources import held_out_overlap
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import held_out_overlap, load_prompts
 from flow_grpo.doctor import groups
 from flow_grpo.doctor.result import OK, WARNING, Status
 from flow_grpo.doctor.run import RunChecks, start_results

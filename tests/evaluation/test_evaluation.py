@@ -24,7 +24,8 @@ from flow_grpo.cli.score import score as score_command
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid, save_image
 from flow_grpo.data.image_sets import ImageRecords
-from flow_grpo.data.prompts import PromptSet, load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.evaluation import generate, image_metrics, measure, scorecard, significance
 from flow_grpo.evaluation.evaluator import save_before_after
 from flow_grpo.evaluation.generate import evaluate, generate_images, image_seed

@@ -9,7 +9,7 @@ from support.embedded import tiny_policy
 from support.traces import two_blocks
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.config.objective_by_name import OBJECTIVES
 from flow_grpo.plan.estimate import StepEstimator
 from flow_grpo.plan.trace import REWARD_GRADIENT, LiveBytesCounter, ModelTrace
 from flow_grpo.trainer import FlowGRPOTrainer

@@ -26,7 +26,7 @@ from flow_grpo.policy.interception import InterceptingScheduler
 from flow_grpo.policy.loading import load_policy, save_merged
 from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.losses import draw_noise_level
+from flow_grpo.training.forward_process_loss import draw_noise_level
 from flow_grpo.types import Schedule, StochasticSteps
 
 PROMPTS = ["a red cat", "a big dog"]  # of one length, so that pipelines encode both in one batch without padding

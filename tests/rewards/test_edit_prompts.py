@@ -5,7 +5,7 @@ import re
 
 from dev.prompts.edit_prompts import COUNTS, WORDS, write
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.image_prompt import images_of
 
 

@@ -8,7 +8,7 @@ from support.reward_inputs import scored_unchanged
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor, SwinConfig
 
 from flow_grpo import rewards
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.rewards.geneval import (
     CLASSES,
     COLORS,

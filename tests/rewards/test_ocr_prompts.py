@@ -8,7 +8,7 @@ import yaml
 
 from dev.prompts import ocr_prompts
 from flow_grpo.config.loading import bundled_file
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.rewards.ocr import OCR, quoted_texts
 
 SIZES = {"train": 4096, "test": 512}

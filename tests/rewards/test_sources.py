@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -241,14 +242,12 @@ def test_the_human_page_shows_the_source(tmp_path):
 
     human = Human(str(tmp_path / "votes.jsonl"))
     values: list[torch.Tensor] = []
-    asking = threading.Thread(target=lambda: values.append(human(drawn(), PROMPTS, sources=sources())))
+    asking = threading.Thread(target=lambda: values.append(human(drawn(), PROMPTS, sources=sources())), daemon=True)
     asking.start()
-    page = ""
-    while 'id="sources"><img src="source/0/0"' not in page:
-        page = httpx.get(human.url).text
-    served = httpx.get(f"{human.url}source/0/0").content
-    assert Image.open(io.BytesIO(served)).tobytes() == picture(2).tobytes()
-    assert httpx.get(f"{human.url}source/0/1").status_code == 404
+    shown: list[str] = []
+    while asking.is_alive() and not shown:
+        shown = re.findall(r'id="sources"><img src="data:image/png;base64,([^"]+)"', httpx.get(human.url).text)
+    assert Image.open(io.BytesIO(base64.b64decode(shown[0]))).tobytes() == picture(2).tobytes()
     httpx.post(f"{human.url}vote", json={"ballot": 0, "order": [1, 0]}).raise_for_status()
     asking.join()
     assert values[0].tolist() == [0.5, 0.0, 1.0]

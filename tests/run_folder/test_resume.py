@@ -10,7 +10,7 @@ from support.embedded import short_run
 from support.paths import ROOT
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import OBJECTIVES
+from flow_grpo.config.objective_by_name import OBJECTIVES
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.opening import RESUMABLE, changes

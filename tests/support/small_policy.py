@@ -21,8 +21,9 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.critic import CriticAdvantages
+from flow_grpo.training.forward_process_loss import ForwardProcessLoss
 from flow_grpo.training.group_advantages import GroupAdvantages
-from flow_grpo.training.losses import ClipRange, ForwardProcessLoss, StepLoss
+from flow_grpo.training.losses import ClipRange, StepLoss
 from flow_grpo.training.rollouts import ImageSampler
 from flow_grpo.training.update import loss_of_batch
 from flow_grpo.types import Experience

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.prompts import load_run_prompts
+from flow_grpo.data.prompt_sources import load_run_prompts
 from flow_grpo.plan.trace import ModelTrace
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.policy.step_meter import StepMeter

@@ -12,7 +12,7 @@ from transformers import CLIPTextModelWithProjection, T5EncoderModel
 
 from dev.tiny import pretrain, pretraining_stage, world
 from flow_grpo import rewards
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.evaluation.generate import evaluate
 from flow_grpo.policy.hub import BUNDLED_MODELS
 from flow_grpo.rewards.clip import FOLDER as CLIP_FOLDER

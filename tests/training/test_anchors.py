@@ -6,7 +6,7 @@ from support import small_policy as small
 from support.run_contents import MEASURED
 
 from flow_grpo import sde
-from flow_grpo.config.objective import decay_at
+from flow_grpo.config.anchor_config import decay_at
 from flow_grpo.config.run_config import FlowGRPOConfig
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.report import page

@@ -16,7 +16,7 @@ from support.process_runs import forked, rows, same
 from flow_grpo.cli.sample import result_size
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import read_grid
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompt_sources import load_prompts
 
 REWARD = f"{SAMPLE_REWARDS}:asked_edit"
 METHODS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import small_policy as small
 
-from flow_grpo.config.objective import DecayRamp
+from flow_grpo.config.anchor_config import DecayRamp
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.training.update import PolicyUpdate
 

@@ -8,7 +8,7 @@ from support import small_policy as small
 from flow_grpo import sampling
 from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.config.run_config import FlowGRPOConfig
-from flow_grpo.training.losses import add_noise, draw_noise_level
+from flow_grpo.training.forward_process_loss import add_noise, draw_noise_level
 from flow_grpo.types import NoisedImage, Schedule
 
 SIGMAS = torch.linspace(1, 0, 11)

@@ -17,7 +17,8 @@ from support.paths import SAMPLE_OBJECTIVES, SAMPLE_REWARDS
 from support.run_contents import numbers, same, weights
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.objective import OBJECTIVES, DecayRamp
+from flow_grpo.config.anchor_config import DecayRamp
+from flow_grpo.config.objective_by_name import OBJECTIVES
 from flow_grpo.config.sections import OptimizerConfig
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.distributed.processes import Processes

@@ -10,7 +10,7 @@ from support import small_policy as small
 from support.run_contents import MEASURED
 
 from flow_grpo import objectives, sampling
-from flow_grpo.config.objective import Draft, FlowBp, Refl
+from flow_grpo.config.reward_gradient_objectives import Draft, FlowBp, Refl
 from flow_grpo.data.prompts import join_sets
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.sde import predict_x0

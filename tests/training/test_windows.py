@@ -8,7 +8,7 @@ import torch
 from support import small_policy as small
 
 from flow_grpo import sampling
-from flow_grpo.config.objective import Grpo, WindowConfig
+from flow_grpo.config.stepwise_objectives import Grpo, WindowConfig
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.step_variance import StepVariance, most_variable_window, step_reward_variance
