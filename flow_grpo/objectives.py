@@ -26,8 +26,7 @@ from torch import Tensor
 
 from flow_grpo import sde
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.sde import at_least_float32
-from flow_grpo.types import RATIO_DEVIATION, GradientState, Loss, NoisedImage, TrainedStep
+from flow_grpo.types import RATIO_DEVIATION, GradientState, Loss, NoisedImage, TrainedStep, at_least_float32
 
 
 def grpo(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:

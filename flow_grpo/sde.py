@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.types import at_least_float32
 
 Sigma = Float[Tensor, " B"] | Float[Tensor, ""] | float
 State = Float[Tensor, "B *state"]
@@ -170,8 +171,3 @@ def predict_x0(x: State, v: State, sigma: Column | float) -> State:
 
 def _eps_hat(x: State, v: State, sigma: Column) -> State:
     return x + (1 - sigma) * v
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """`x` itself if it is float64, else `x` in float32."""
-    return x if x.dtype == torch.float64 else x.float()

@@ -21,6 +21,11 @@ from torch import Tensor
 RATIO_DEVIATION = "ratio/max_deviation"
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself if it is float64, else `x` in float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def take_rows(
     values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"], device: torch.device | None = None
 ) -> Float[Tensor, "n ..."]:

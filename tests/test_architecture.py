@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewards": {"files", "user_files"},
     "user_files": set(),
     "types": set(),
-    "sde": set(),
+    "sde": {"types"},
     "text": set(),
     "files": set(),
     "figures": {"files", "text"},

@@ -128,8 +128,8 @@ BUGS = [
     (
         "crd's old policy stands still",
         "flow_grpo/training/update.py",
-        "in self.args.objective.policy_copies.items():",
-        "in list(self.args.objective.policy_copies.items())[1:]:",
+        "in self.policy_copies.items():",
+        "in list(self.policy_copies.items())[1:]:",
         "tests/training/test_forward_process_loss.py -k crd_follows",
     ),
     (
@@ -149,7 +149,7 @@ BUGS = [
     (
         "the old policy draws no images",
         "flow_grpo/training/rollouts.py",
-        "with self.policy.lora.use(objective.sampling_adapter), phase(",
+        "with self.policy.lora.use(self.adapter), phase(",
         "with self.policy.lora.use(None), phase(",
         "tests/training/test_forward_process_loss.py -k drawn_by_the_old",
     ),

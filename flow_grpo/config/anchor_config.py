@@ -102,18 +102,13 @@ class NamedAnchor:
     Attributes:
         metric: of its KL: kl/base, kl/ema; a second one to a reference of that kind is kl/ema_2. That of `kl_weight` is kl.
         reference: base, ema, guided, teacher; a second, other average is ema_2. The same for anchors that share one.
+        adapter: that is the reference: a copy of the LoRA or a teacher's LoRA; None if the reference is the base model.
     """
 
     config: AnchorConfig
     metric: str
     reference: str
-
-    @property
-    def adapter(self) -> str | None:
-        """The adapter that is the reference: a copy of the LoRA or a teacher's LoRA; None if the reference is the base model."""
-        if self.config.lora is not None:  # by its path, since stages may have different teachers
-            return f"teacher_{zlib.crc32(self.config.lora.encode()):08x}"
-        return f"anchor_{self.reference}" if self.config.to == "ema" else None
+    adapter: str | None = None
 
 
 def name_anchors(anchors: Iterable[AnchorConfig], existing: Sequence[NamedAnchor] = ()) -> list[NamedAnchor]:
@@ -121,13 +116,11 @@ def name_anchors(anchors: Iterable[AnchorConfig], existing: Sequence[NamedAnchor
     named = list(existing)
     for anchor in anchors:
         shared = next((known.reference for known in named if known.config.reference_key == anchor.reference_key), None)
-        named.append(
-            NamedAnchor(
-                anchor,
-                metric=_numbered(f"kl/{anchor.to}", {known.metric for known in named}),
-                reference=shared or _numbered(anchor.to, {known.reference for known in named}),
-            )
-        )
+        reference = shared or _numbered(anchor.to, {known.reference for known in named})
+        adapter = f"anchor_{reference}" if anchor.to == "ema" else None
+        if anchor.lora is not None:  # by its path, since stages may have different teachers
+            adapter = f"teacher_{zlib.crc32(anchor.lora.encode()):08x}"
+        named.append(NamedAnchor(anchor, _numbered(f"kl/{anchor.to}", {one.metric for one in named}), reference, adapter))
     return named
 
 

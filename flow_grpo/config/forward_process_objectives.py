@@ -9,7 +9,6 @@ from flow_grpo import objectives
 from flow_grpo.config.anchor_config import AnchorConfig, Decay, DecayRamp
 from flow_grpo.config.objective import OLD_ADAPTER, Needs, Objective, OwnFunction
 from flow_grpo.config.sections import PathText, PositiveFloat, Share
-from flow_grpo.config.stepwise_objectives import Clip
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.types import Loss, NoisedImage
 
@@ -92,16 +91,20 @@ class OldPolicy(Objective):
         return OLD_ADAPTER if self.rollout_policy == "old" else None
 
 
-class Awm(Clip, LatentUnit, ForwardProcess):
+class Awm(LatentUnit, ForwardProcess):
     """Advantage Weighted Matching: PPO's clip on the error of the velocity, arXiv 2509.25050."""
 
     name: Literal["awm"] = "awm"
+    clip_low: PositiveFloat = 1e-4
+    """The ratio is clipped at 1 - clip_low. Log-probabilities are means over the latent, so the range is small."""
+    clip_high: PositiveFloat = 1e-4
+    """The ratio is clipped at 1 + clip_high."""
     loss_weight: Literal["uniform", "ghuber", "adaptive"] = "uniform"
     """Weight of the matching loss; `adaptive` divides it by its mean absolute error, as pepg does (arXiv 2602.04663)."""
     needs: ClassVar[Needs] = Needs(ratio=True, zero_at_zero_advantage=True)
 
     def loss(self, image: NoisedImage, advantage: Tensor) -> Loss:
-        low, high = self.clip_range()
+        low, high = self.clip_low, self.clip_high
         return objectives.awm(
             image, advantage, low, high, loss_weight=self.loss_weight, sum_over_latents=self.sum_over_latents
         )

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from flow_grpo.config import reward_gradient_objectives  # noqa: F401 - its classes are found by name
 from flow_grpo.config.forward_process_objectives import CustomForwardProcess, ForwardProcess
 from flow_grpo.config.objective import CUSTOM, OBJECTIVES, Objective, is_custom
+from flow_grpo.config.reward_gradient_objectives import RewardGradient
 from flow_grpo.config.stepwise_objectives import CustomStepwise, Stepwise
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.text import suggest
@@ -22,14 +22,16 @@ def section_type(name: str = "grpo", family: str = "stepwise") -> type[Objective
     if is_custom(name):
         return CustomForwardProcess if family == "forward_process" else CustomStepwise
     if name not in OBJECTIVES:
-        known = list(OBJECTIVES)
+        known = list(section_types())[:-2]  # without your own functions
         raise FlowGRPOError(f"there is no objective {name}.{suggest(name, known)} Choose one of {', '.join(known)}.")
     return OBJECTIVES[name]
 
 
 def section_types() -> dict[str, type[Objective]]:
-    """The class of each objective by its name, those of your own functions last."""
-    return {**OBJECTIVES, CUSTOM: CustomStepwise, f"{CUSTOM}, family: forward_process": CustomForwardProcess}
+    """The class of each objective by its name, family by family, those of your own functions last."""
+    families = (Stepwise, ForwardProcess, RewardGradient)
+    by_family = {name: kind for family in families for name, kind in OBJECTIVES.items() if issubclass(kind, family)}
+    return {**by_family, CUSTOM: CustomStepwise, f"{CUSTOM}, family: forward_process": CustomForwardProcess}
 
 
 def readers(setting: str) -> list[str]:

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from flow_grpo import objectives
-from flow_grpo.config.objective import OBJECTIVES, Needs, Objective, OwnFunction
+from flow_grpo.config.objective import Needs, Objective, OwnFunction
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sde import TRANSITIONS, Transition
@@ -25,13 +25,6 @@ class Clip(Objective):
     @property
     def has_auto_clip(self) -> bool:
         return "auto" in (self.clip_low, self.clip_high)
-
-    @model_validator(mode="after")
-    def _auto_is_calibrated(self) -> "Clip":
-        if self.has_auto_clip and not self.stepwise:
-            names = ", ".join(name for name, section in OBJECTIVES.items() if section.stepwise and issubclass(section, Clip))
-            raise FlowGRPOError(f"objective.clip_low=auto is calibrated at each trained step, for {names}, not {self.name}.")
-        return self
 
     def clip_range(self, observed: float = math.inf) -> tuple[float, float]:
         """clip_low and clip_high, with the observed range in place of `auto`."""

@@ -12,6 +12,7 @@ from flow_grpo.config.stepwise_objectives import Clip, Reinforce, Stepwise
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.policy.policy import Policy
+from flow_grpo.training.anchors import References
 from flow_grpo.training.losses import ClipRange, StepLoss
 from flow_grpo.training.update import PolicyUpdate
 from flow_grpo.types import RATIO_DEVIATION, Experience, Trajectory
@@ -38,7 +39,8 @@ def measure_ratio_drift(policy: Policy, stage: FlowGRPOConfig, experience: Exper
     if not trajectory.steps or not len(rows) or not isinstance(own, Stepwise):
         return {}
     objective = own.model_copy(update={"kl_weight": 0.0, "anchors": []})
-    loss = StepLoss(policy, experience, policy.encode(experience.batch.prompts), objective=objective, clip=ClipRange())
+    conditioning, references = policy.encode(experience.batch.prompts), References(policy, objective, 0)
+    loss = StepLoss(experience, conditioning, references, objective=objective, clip=ClipRange())
     chunks = [list(loss.losses(chunk, chunk >= 0)) for chunk in rows.split(microbatch)]
     return {
         step: torch.cat([chunk_loss.metrics[RATIO_DEVIATION] for chunk_loss in step_losses])

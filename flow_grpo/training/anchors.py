@@ -30,6 +30,28 @@ class Prediction:
     step: TrainedStep | None = None
 
 
+class References:
+    """The references of a stage's objective, by name: of its anchors, and the base model if the objective itself needs it.
+
+    Args:
+        start: the stage's first training step.
+
+    Attributes:
+        copies: the first anchor to each moving average of the LoRA, by the adapter's name.
+    """
+
+    def __init__(self, policy: Policy, objective: Objective, start: int) -> None:
+        self.policy, self.kl, self.start = policy, objective.kl, start
+        self.anchors, self.names = objective.named_anchors, objective.references
+        self.copies = copied_references(objective)
+
+    def update(self, step: int) -> None:
+        """Move the averages after training step `step`."""
+        for adapter, anchor in self.copies.items():
+            assert anchor.config.decay is not None
+            self.policy.lora.update_copy(adapter, decay_at(anchor.config.decay, step + 1 - self.start))
+
+
 class Anchors:
     """The anchors of an objective on the images of an experience.
 
@@ -37,9 +59,9 @@ class Anchors:
         conditioning: of the policy, for the experience's prompts.
     """
 
-    def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: Objective) -> None:
-        self.policy, self.experience, self.conditioning = policy, experience, conditioning
-        self.kl, self.anchors, self.references = objective.kl, objective.named_anchors, objective.references
+    def __init__(self, references: References, experience: Experience, conditioning: Conditioning) -> None:
+        self.policy, self.conditioning = references.policy, conditioning
+        self.kl, self.anchors, self.names = references.kl, references.anchors, references.names
         self.by_reference = {anchor.reference: anchor for anchor in self.anchors}  # one for each
         self._guided_conditioning: dict[float, Conditioning] = {}
         sets = [row.get(SET_COLUMN) for row in experience.batch.metadata]
@@ -51,7 +73,7 @@ class Anchors:
     ) -> dict[str, Prediction]:
         """The results of `compute` for each reference by name, or for those of `names`, without gradients."""
         computed = {}
-        for name in self.references if names is None else names:
+        for name in self.names if names is None else names:
             with torch.no_grad(), self._active(name) as (model, conditioning):
                 computed[name] = compute(model, conditioning)
         return computed
@@ -126,25 +148,3 @@ def add_references(policy: Policy, objectives: Iterable[Objective]) -> None:
         if guidance is not None:
             hint = "an anchor to guided would be one to base. In objective.anchors, set to: base."
             check_guidance(policy, guidance, hint)
-
-
-class AnchorCopies:
-    """The moving averages of the LoRA that anchors refer to.
-
-    Args:
-        start: the stage's first training step, at which all of them are the policy.
-
-    Attributes:
-        copies: the first anchor to each of them, by the adapter's name.
-    """
-
-    def __init__(self, policy: Policy, objective: Objective, start: int) -> None:
-        self.policy, self.copies, self.start = policy, copied_references(objective), start
-        for adapter in self.copies:
-            policy.lora.update_copy(adapter, 0.0)
-
-    def update(self, step: int) -> None:
-        """Move the averages after training step `step`."""
-        for adapter, anchor in self.copies.items():
-            assert anchor.config.decay is not None
-            self.policy.lora.update_copy(adapter, decay_at(anchor.config.decay, step + 1 - self.start))

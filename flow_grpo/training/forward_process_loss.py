@@ -13,8 +13,7 @@ from flow_grpo.config.forward_process_objectives import ForwardProcess
 from flow_grpo.config.objective import OLD_ADAPTER
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.policy.policy import Policy
-from flow_grpo.training.anchors import Prediction
+from flow_grpo.training.anchors import Prediction, References
 from flow_grpo.training.losses import BatchLoss, objective_function
 from flow_grpo.types import Experience, Loss, NoisedImage, PromptBatch, Schedule
 
@@ -50,16 +49,16 @@ class ForwardProcessLoss(BatchLoss):
 
     def __init__(
         self,
-        policy: Policy,
         experience: Experience,
         conditioning: Conditioning,
+        references: References,
         *,
         objective: ForwardProcess,
         noise_levels: list[NoiseLevel],
         microbatch: int,
         several_updates: bool,
     ) -> None:
-        super().__init__(policy, experience, conditioning, objective)
+        super().__init__(experience, conditioning, references)
         self.needs, self.loss = objective.needs, objective_function(objective)
         self.x0 = self.trajectory.final
         self.noise_levels, self.count = noise_levels, len(noise_levels)

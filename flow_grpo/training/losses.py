@@ -10,13 +10,12 @@ from torch import Tensor
 
 from flow_grpo import sampling
 from flow_grpo.config.forward_process_objectives import ForwardProcess
-from flow_grpo.config.objective import Objective, OwnFunction
+from flow_grpo.config.objective import OwnFunction
 from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
-from flow_grpo.policy.policy import Policy
-from flow_grpo.training.anchors import Anchors, Prediction
+from flow_grpo.training.anchors import Anchors, Prediction, References
 from flow_grpo.training.own_functions import own_loss
 from flow_grpo.types import (
     RATIO_DEVIATION,
@@ -40,10 +39,10 @@ class BatchLoss:
     count: int
     fixed_positions = False
 
-    def __init__(self, policy: Policy, experience: Experience, conditioning: Conditioning, objective: Objective) -> None:
-        self.policy, self.conditioning = policy, conditioning
+    def __init__(self, experience: Experience, conditioning: Conditioning, references: References) -> None:
+        self.policy, self.conditioning = references.policy, conditioning
         self.trajectory, self.advantage = experience.trajectory, experience.advantage
-        self.anchors = Anchors(policy, experience, conditioning, objective)
+        self.anchors = Anchors(references, experience, conditioning)
 
     def before_update(self, chunks: list[tuple[Tensor, Tensor]]) -> None:
         """Compute what the losses need of all rows of an optimizer step; most need nothing. Called before their losses are asked for.
@@ -127,14 +126,14 @@ class StepLoss(BatchLoss):
 
     def __init__(
         self,
-        policy: Policy,
         experience: Experience,
         conditioning: Conditioning,
+        references: References,
         *,
         objective: Stepwise,
         clip: ClipRange,
     ) -> None:
-        super().__init__(policy, experience, conditioning, objective)
+        super().__init__(experience, conditioning, references)
         self.objective, self.loss, self.clip = objective, objective_function(objective), clip
         self.count = len(self.trajectory.steps)
         if self.advantage.ndim == 1:

@@ -18,7 +18,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
-from flow_grpo.training.anchors import Prediction
+from flow_grpo.training.anchors import Prediction, References
 from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.training.losses import BatchLoss
 from flow_grpo.types import (
@@ -331,9 +331,9 @@ class RewardGradientLoss(BatchLoss):
     """The loss of an objective by reward gradients, which repeats states of a rollout: one `Loss` per trained state."""
 
     def __init__(
-        self, policy: Policy, experience: Experience, conditioning: Conditioning, *, objective: RewardGradient
+        self, experience: Experience, conditioning: Conditioning, references: References, *, objective: RewardGradient
     ) -> None:
-        super().__init__(policy, experience, conditioning, objective)
+        super().__init__(experience, conditioning, references)
         assert self.trajectory.gradient_states is not None
         self.objective, self.states = objective, self.trajectory.gradient_states
         self.gradient = experience.reward_gradient

@@ -47,7 +47,7 @@ class ImageSampler:
         mover: ImageMover | None = None,
     ) -> None:
         self.policy, self.args, self.rewards, self.processes, self.mover = policy, args, rewards, processes, mover
-        self.microbatch = args.microbatch
+        self.microbatch, self.adapter = args.microbatch, args.objective.sampling_adapter
         self.schedule, self.latent_shape = policy.schedule(args.sampling.steps)
         # On a CPU, sampling and scoring would compete for the cores: there only remote rewards run in the background.
         self.score_in_background = policy.device.type != "cpu" or all(
@@ -192,7 +192,7 @@ class ImageSampler:
         first, parts = 0, list[Trajectory]()
         count = len(start) if len(start) > self.microbatch else None  # of one micro-batch there is nothing to count
         name = f"step {step + 1}, sampling"
-        with self.policy.lora.use(objective.sampling_adapter), phase(name, count, "images") as sampled:
+        with self.policy.lora.use(self.adapter), phase(name, count, "images") as sampled:
             if shared and window:  # the steps before the window are computed once for each group
                 first = window[0]
                 leaders, inverse = first_rows(batch.group)

@@ -72,7 +72,7 @@ class Stage:
         self.sampler = ImageSampler(policy, args, rewards, processes, mover)
         self.update = PolicyUpdate(policy, args, start, processes)
         self.set_microbatch(args.microbatch)
-        for name in args.objective.policy_copies:
+        for name in [*self.update.policy_copies, *self.update.references.copies]:
             policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the present policy
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
@@ -103,9 +103,7 @@ class Stage:
 
     def step_metrics(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
         """All metrics of the training step `step`, given those of its update: with those of its images, its time and its speed."""
-        self.update.mid_step = (
-            True  # the weights have changed, and the step is not counted yet: an error here must not save them
-        )
+        self.update.mid_step = True  # the weights have changed, and the step is not counted: an error must not save them
         self.has_advantage = experience.has_advantage or self.args.objective.needs.anchors
         meter, processes = self.policy.meter, self.processes
         tflop = sum(processes.all_gather(meter.flops)) / 1e12  # of all processes; 0 if they are not counted
@@ -240,7 +238,7 @@ class RunState:
             "memory": self.stage.loop_state(),
         }
         state.update({name: self.policy.adapter_state(name) for name in self.stage.args.objective.policy_copies})
-        state["copies"] = {name: self.policy.adapter_state(name) for name in self.stage.update.averages.copies}
+        state["copies"] = {name: self.policy.adapter_state(name) for name in self.stage.update.references.copies}
         return state
 
     def open_folder(self, resume: bool, lock: ExitStack, info: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
 from flow_grpo.policy.weights import full_tensor, gather_to_cpu, shard_like
 from flow_grpo.progress import phase
-from flow_grpo.training.anchors import AnchorCopies
+from flow_grpo.training.anchors import References
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss, draw_noise_levels
 from flow_grpo.training.losses import BatchLoss, ClipRange, LossMetrics, StepLoss
 from flow_grpo.training.reward_gradients import RewardGradientLoss
@@ -150,8 +150,8 @@ class PolicyUpdate:
     def __init__(self, policy: Policy, args: FlowGRPOConfig, stage_start: int, processes: Processes) -> None:
         self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
         self.optimizer = Optimizer(policy, args.optimizer, processes)
-        self.averages = AnchorCopies(policy, args.objective, stage_start)
-        self.clip = ClipRange()
+        self.references, self.policy_copies = References(policy, args.objective, stage_start), args.objective.policy_copies
+        self.clip, self.calibrates_clip = ClipRange(), args.objective.has_auto_clip
         self.mid_step = False
         self.microbatch, self.seconds = args.microbatch, 0.0
 
@@ -184,7 +184,7 @@ class PolicyUpdate:
             conditioning = self.policy.encode(experience.batch.prompts)
         with self.policy.meter.timed("forward"):
             return loss_of_batch(
-                self.policy, self.args, experience, conditioning, step=step, clip=self.clip, microbatch=self.microbatch
+                self.args, experience, conditioning, self.references, step=step, clip=self.clip, microbatch=self.microbatch
             )
 
     def _minibatches(self, experience: Experience) -> list[Minibatch]:
@@ -280,7 +280,7 @@ class PolicyUpdate:
             )
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
-        if self.args.objective.has_auto_clip:
+        if self.calibrates_clip:
             self.clip.update(self.processes)
         count = sum(parameter.numel() for parameter in self.optimizer.parameters)
         return {GRAD_NORM: norm, "grad_rms": norm / count**0.5} if finite else {"grad_overflow": 1.0}
@@ -296,20 +296,20 @@ class PolicyUpdate:
 
     def _finish(self, totals: LossMetrics, step: int, num_minibatches: int) -> dict[str, float]:
         """Move the copies of the policy. Returns the step's metrics, of all processes."""
-        for name, decay in self.args.objective.policy_copies.items():
+        for name, decay in self.policy_copies.items():
             self.policy.lora.update_copy(name, decay_at(decay, self._steps_before(step + 1)))
         totals = LossMetrics.merge(self.processes.all_gather(totals.collect()))
-        self.averages.update(step)
+        self.references.update(step)
         self.mid_step = False
         mean = totals.loss / max(1, num_minibatches)
         return {"loss": mean, **totals.metrics(), **self.clip.metrics(), "lr": self._learning_rate(step)}
 
 
 def loss_of_batch(
-    policy: Policy,
     args: FlowGRPOConfig,
     experience: Experience,
     conditioning: Conditioning,
+    references: References,
     *,
     step: int,
     clip: ClipRange,
@@ -318,14 +318,14 @@ def loss_of_batch(
     """The loss of a run with these settings on the images of training step `step`."""
     objective = args.objective
     if isinstance(objective, Stepwise):
-        return StepLoss(policy, experience, conditioning, objective=objective, clip=clip)
+        return StepLoss(experience, conditioning, references, objective=objective, clip=clip)
     if isinstance(objective, RewardGradient):
-        return RewardGradientLoss(policy, experience, conditioning, objective=objective)
+        return RewardGradientLoss(experience, conditioning, references, objective=objective)
     assert isinstance(objective, ForwardProcess)
     return ForwardProcessLoss(
-        policy,
         experience,
         conditioning,
+        references,
         objective=objective,
         noise_levels=draw_noise_levels(experience, objective, seed=args.seed, step=step),
         microbatch=microbatch,

@@ -213,7 +213,7 @@ def test_overrides_reach_into_sections():
         ),
         ("objective.advantage=rlo", "objective.advantage: there is no advantage 'rlo'. Did you mean rloo?"),
         ("objective.kl=gaussian", "set objective.kl=velocity"),
-        ("objective.clip_low=auto updates=2", "for grpo, grpo_guard, ppo, not awm"),
+        ("objective.clip_low=auto updates=2", "objective.clip_low is 'auto', but"),
         (
             "objective.name=grpo_guard objective.transition=cps objective.step_weight=std",
             "grpo_guard does not use step_weight; grpo, reinforce, dppo, ppo and your own function do",

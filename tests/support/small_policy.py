@@ -20,6 +20,7 @@ from flow_grpo.policy.encoding import Conditioning, EmbeddingCache
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.anchors import References
 from flow_grpo.training.critic import CriticAdvantages
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss
 from flow_grpo.training.group_advantages import GroupAdvantages
@@ -173,7 +174,8 @@ def step_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, clip: ClipRange
 ) -> StepLoss:
     """The loss on steps that a run with these settings has."""
-    loss = loss_of_batch(policy, args, experience, conditioning, step=0, clip=clip, microbatch=args.microbatch)
+    references = References(policy, args.objective, 0)
+    loss = loss_of_batch(args, experience, conditioning, references, step=0, clip=clip, microbatch=args.microbatch)
     assert isinstance(loss, StepLoss)
     return loss
 
@@ -182,6 +184,7 @@ def forward_process_loss(
     policy: Policy, args: FlowGRPOConfig, experience: Experience, conditioning: Conditioning, step: int
 ) -> ForwardProcessLoss:
     """The loss on final latents that a run with these settings has."""
-    loss = loss_of_batch(policy, args, experience, conditioning, step=step, clip=ClipRange(), microbatch=args.microbatch)
+    references = References(policy, args.objective, 0)
+    loss = loss_of_batch(args, experience, conditioning, references, step=step, clip=ClipRange(), microbatch=args.microbatch)
     assert isinstance(loss, ForwardProcessLoss)
     return loss

@@ -14,7 +14,7 @@ from flow_grpo.run_folder import checkpoint
 from flow_grpo.tracking import tracker as tracking
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training.anchors import AnchorCopies, add_references, copied_references
+from flow_grpo.training.anchors import References, add_references, copied_references
 from flow_grpo.training.losses import ClipRange
 
 ADVANTAGE = torch.tensor([[1.0, -0.5, -0.7], [0.3, 4.0, -6.0]])
@@ -191,10 +191,10 @@ def test_an_average_may_begin_at_the_policy_and_slow_down():
     objective = small.settings(objective={"anchors": [ramp, {**ramp, "weight": 3.0}]}).objective
     assert list(copied_references(objective)) == ["anchor_ema"], "equal ramps share an average"
     policy.lora.add_adapter_copy("anchor_ema")
-    copies, expected = AnchorCopies(policy, objective, start=10), flat(policy)
+    references, expected = References(policy, objective, start=10), flat(policy)
     for step, decay in zip(range(10, 14), (0.2, 0.4, 0.5, 0.5), strict=True):
         small.move(policy, seed=step)
-        copies.update(step)
+        references.update(step)
         expected = expected.lerp(flat(policy), 1 - decay)
         torch.testing.assert_close(flat(policy, "anchor_ema"), expected)
 
