@@ -185,6 +185,13 @@ def test_good_images_become_likelier_and_bad_ones_less_so(name):
         assert metrics["ratio/max_deviation"] > 1e-4
 
 
+def test_the_second_update_compares_with_the_policy_of_the_rollout():
+    policy, args, experience, _ = collected("awm", 4, epochs=2)
+    metrics = PolicyUpdate(policy, args, 0, Processes())(experience, 3)
+    assert metrics["ratio/first_update_max_deviation"] == 0
+    assert metrics["ratio/max_deviation"] > 0
+
+
 # -- the old policy ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The update against one by hand: each step's gradient, learning rate, moving average and numbers, and what it leaves when it fails."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -72,7 +73,9 @@ def test_an_update_is_measured_by_phase_and_named_in_a_profile():
     policy, args, ours = made()
     experience = small.experience(policy, args, ADVANTAGE, WINDOW)
     with policy.meter.step(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        started = time.perf_counter()
         ours(experience, 0)
+        assert 0 < ours.seconds <= time.perf_counter() - started
     phases = policy.meter.seconds()
     assert phases.keys() == {"encode", "forward", "backward", "optimizer"}
     assert all(seconds > 0 for seconds in phases.values())
