@@ -15,6 +15,7 @@ from flow_grpo.data.prompts import join_sets
 from flow_grpo.run_folder.metrics_file import read_metrics
 from flow_grpo.sde import predict_x0
 from flow_grpo.trainer import FlowGRPOTrainer
+from flow_grpo.training.reward_gradients import Endpoint
 from flow_grpo.types import GradientState
 
 NAMES = ["refl", "draft", "flowbp"]
@@ -293,11 +294,12 @@ def test_opsd_moves_a_predicted_image_both_ways_and_weighs_the_two_by_the_advant
     assert run.stage.update(experience, 0)["loss"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_it():
+@pytest.mark.parametrize("tau", [1.0, 0.1])
+def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_it(tau):
     """By calls of its own, for each image and each length of a move."""
     run = trainer("mend", [redness, detail], prompts_per_step=4, objective={"smoothing": 0.0})
     mending, policy = run.stage.sampler.mover, run.policy
-    mending.tau, mending.ceiling = 1.0, -1.0
+    mending.tau, mending.ceiling = tau, -1.0
     experience = run.experience()
     states, batch, reward = experience.trajectory.gradient_states, experience.batch, experience.scores.total
     [step], sigma = states.steps, -states.factor[0]
@@ -317,7 +319,7 @@ def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_
         for length in (0.1, 0.2, 0.4) if reward[i] < cap else ():
             image = policy.decode((final + length * direction)[None])
             moved = (redness(image, None) + detail(image, None)).item()
-            options[length] = (min(moved, cap) - reward[i].item()) / unit - length**2 / 2
+            options[length] = (min(moved, cap) - reward[i].item()) / unit - length**2 / (2 * tau)
         best = max(options, key=options.get)
         kinds.append(best)
         assert states.moves.moved[i] == (best > 0)
@@ -330,6 +332,22 @@ def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_
     apart = (sigma * (now - states.moves.target)).square().flatten(1).mean(1)
     expected = apart[~kept].mean() + 10 * apart[kept].mean()
     assert run.stage.update(experience, 0)["loss"] == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_mend_moves_images_of_one_reward_by_what_gains_most():
+    run = trainer("mend")
+    mending, states = run.stage.sampler.mover, run.experience().trajectory.gradient_states
+    mending.ceiling = 10.0
+    final, v = torch.zeros_like(states.x[:, 0]), torch.zeros_like(states.x[:, 0])
+
+    def rewards_of(latents, rows):
+        return latents.flatten(1).square().mean(1).sqrt()
+
+    end = Endpoint(run.experience().batch, final, v, torch.zeros(6), rewards_of, lambda latents: latents)
+    moves = mending.moves(states, end)
+    assert moves.moved.all()
+    moved_by = (states.factor[0] * moves.target).flatten(1).square().mean(1).sqrt()
+    torch.testing.assert_close(moved_by, torch.full((6,), 0.4))
 
 
 def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
@@ -429,6 +447,25 @@ def test_all_weights_of_a_model_can_be_trained():
     before = lora(run.policy)
     run.training_step()
     assert not torch.equal(before, lora(run.policy))
+
+
+def test_the_kl_is_the_distance_of_the_velocities_at_the_trained_state():
+    policy = small.policy()
+    small.move(policy, 0.2, seed=3)
+    run = trainer("refl", policy=policy, objective={"kl_weight": 0.5})
+    experience = run.experience()
+    trajectory, batch = experience.trajectory, experience.batch
+    [step], x = trajectory.gradient_states.steps, trajectory.gradient_states.x[:, 0]
+
+    def velocity():
+        with torch.no_grad():
+            return policy.velocity(x, trajectory.schedule.timesteps[step], policy.encode(batch.prompts), torch.arange(6))
+
+    with policy.base_model():
+        base = velocity()
+    expected = (velocity() - base).square().mean().item()
+    assert expected > 1e-4
+    assert run.stage.update(experience, 0)["kl"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_stage_has_the_default_kl_of_its_objective():
