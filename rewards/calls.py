@@ -33,7 +33,7 @@ TEXTS = ("prompt", "prompts", "completion", "completions")
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
 LARGEST = 1e15  # of a value: squares and sums of larger ones leave float32
-_turn = threading.Lock()  # held by the thread that runs the loop of `_loop`, while others wait
+_turn = threading.Lock()  # held by the thread that runs the loop of `_loop`
 Given = TypeVar("Given")
 
 
@@ -297,7 +297,7 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
         what = f"a dict with {', '.join(map(str, returned))}"[:200]
         raise FlowGRPOError(f"reward {name} returned {what} {must}: return one of its entries.")
     try:
-        if torch.as_tensor(returned).is_complex():
+        if isinstance(returned, Tensor | np.ndarray) and torch.as_tensor(returned).is_complex():
             raise TypeError("they are complex; return their abs() or real")
         values = torch.as_tensor(returned, dtype=torch.float64)
         values = values if values.layout is torch.strided else values.to_dense()
@@ -316,13 +316,24 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
 
 
 def _awaited(awaitable: Awaitable) -> Any:
-    """Run it in one event loop for all calls, whichever thread makes them, so that a client can be kept between calls."""
+    """Run it in one event loop for all calls, whichever thread makes them, so that a client can be kept between calls.
+
+    It gets a loop of its own where that one is running: a reward may call another one, and a call in a thread may hang.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        with _turn:
+        if not _turn.acquire(blocking=False):
+            return asyncio.run(_wait(awaitable))
+        try:
             return _loop(os.getpid()).run_until_complete(awaitable)
+        finally:
+            _turn.release()
     return in_thread(functools.partial(_awaited, awaitable)).result()  # a notebook's cell: its thread runs a loop already
+
+
+async def _wait(awaitable: Awaitable) -> Any:
+    return await awaitable
 
 
 @functools.cache

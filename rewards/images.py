@@ -5,7 +5,6 @@ whatever a file is called: other decoders of Pillow do more than that, and the o
 images that are too large are refused before they are read.
 """
 
-import contextlib
 import functools
 import io
 import threading
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
@@ -24,6 +23,15 @@ from flow_grpo.files import check_regular
 from flow_grpo.rewards.scopes import is_video
 
 BACKGROUND = (255, 255, 255, 255)  # of transparent images
+TURNS = {  # by the Exif orientation
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 Images = list[Image.Image] | Tensor  # PIL images, or (B, 3, H, W) in [0, 1] where a gradient is wanted
 SOURCES, SOURCE = "sources", "source"  # the images of each prompt, and the first of them as rewards receive it
 Image.init()
@@ -62,8 +70,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         FlowGRPOError: values of 32 bits are outside these ranges, so that nothing says what is white.
     """
     image.load()  # a TIFF turns itself here
-    with contextlib.suppress(Exception):  # a damaged tag of an image that is whole; its decoder raises many types
-        image = ImageOps.exif_transpose(image)
+    turn = TURNS.get(_orientation(image) or 1)
+    if turn is not None:
+        image = image.transpose(turn)
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
         image = _scaled(image)
     if image.mode == "La":
@@ -73,6 +82,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
         ground.alpha_composite(image.convert("RGBA"))
         image = ground
     return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int | None:
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except Exception:  # a damaged tag of an image that is whole; its decoder raises many types
+        return None
 
 
 def _scaled(image: Image.Image) -> Image.Image:

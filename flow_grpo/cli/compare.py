@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import console, say
-from flow_grpo.cli.options import prepare_folder
+from flow_grpo.cli.options import SETTING, prepare_folder
 from flow_grpo.errors import FlowGRPOError
 
 
@@ -48,6 +48,8 @@ def compare(
         raise FlowGRPOError(f"--target {target} is not a number that a metric reaches: give a finite one.")
     if stop and target is None:
         raise FlowGRPOError("--stop ends a run at its target, and none is given: add --target VALUE.")
+    if setting := next((word for word in configs if SETTING.match(word)), None):
+        raise FlowGRPOError(f"{setting} is a setting, and there are several configs: write --set {setting}.")
     limits = comparison.parse_budget(budget, evaluations)
     prepare_folder(out)
     with locked(out, say):

@@ -99,13 +99,12 @@ def config_for_weights(config: str | None, model: str | None, lora: str | None, 
 
 
 def check_found_configs(models: "list[ModelTarget]", uses_rewards: bool, uses_prompts: bool) -> None:
-    """Apply `found_config.check` to configs found next to weights. Rewards and prompts are those of the first model's."""
+    """Apply `found_config.check` to configs found next to weights. Rewards are those of all models, prompts those of the first."""
     from flow_grpo.config import found_config
 
     for i, model in enumerate(models):
         if model.config_file is not None:
-            first = i == 0
-            found_config.check(model.args, model.config_file, rewards=first and uses_rewards, prompts=first and uses_prompts)
+            found_config.check(model.args, model.config_file, rewards=uses_rewards, prompts=uses_prompts and i == 0)
 
 
 def parse_reward(text: str) -> tuple[str, dict[str, Any]]:

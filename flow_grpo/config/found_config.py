@@ -40,8 +40,8 @@ def check(args: FlowGRPOConfig, file: Path, rewards: bool, prompts: bool) -> Non
         others = [flag for flag, used in (("--reward", rewards), ("--prompts", prompts)) if used]
         instead = f", or give others by {' and '.join(others)}" if others else ""
         raise FlowGRPOError(
-            f"{file} is next to the weights, was not named by you, and names {', '.join(refused)}: add --trust if you wrote it"
-            f"{instead}."
+            f"{file} is next to the weights, so that anybody may have written it, and names {', '.join(refused)}: add --trust if you "
+            f"wrote it{instead}."
         )
 
 

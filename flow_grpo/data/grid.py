@@ -96,11 +96,16 @@ def save_animation(
 
 @dataclass(frozen=True)
 class ImageInfo:
-    """The prompt of an image, the seed of its noise, and the model that generated it. Images of the prompt are not stored."""
+    """The prompt of an image, the seed of its noise, and the model that generated it.
+
+    Attributes:
+        had_source: of an image that was read: whether its prompt had images, which are not stored.
+    """
 
     prompt: str
     seed: int
     model: str
+    had_source: bool = False
 
 
 def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, notes: list[str] | None = None) -> None:
@@ -139,10 +144,15 @@ def save_grid(path: Path, images: Tensor, cells: list[ImageInfo], columns: int, 
             pen.text((x, y + cell_height + 4 + n * LINE), line, fill=INK, font=font)
         boxes.append([x, y, cell_width, cell_height])
     info = PngInfo()
-    content |= {"scale": scale, "cells": [{**asdict(cell), "box": box} for cell, box in zip(cells, boxes, strict=True)]}
+    content |= {"scale": scale, "cells": [_stored(cell, box) for cell, box in zip(cells, boxes, strict=True)]}
     info.add_itxt(CHUNK, json.dumps(content))
     with atomic_file(path) as file:
         grid.save(file, pnginfo=info)
+
+
+def _stored(cell: ImageInfo, box: list[int]) -> dict[str, Any]:
+    """What a file says of an image in it."""
+    return {**asdict(cell), "had_source": bool(images_of(cell.prompt)), "box": box}
 
 
 def _cell_positions(prompts: list[str], columns: int) -> list[tuple[int, SourceImage | None]]:
@@ -173,7 +183,7 @@ def save_image(path: Path, image: Tensor, cell: ImageInfo, settings: Mapping[str
         save_animation(path.with_suffix(".webp"), image, description=json.dumps({"cells": [asdict(cell)]}))
         return
     info = PngInfo()
-    content = {"scale": 1, "cells": [{**asdict(cell), "box": [0, 0, image.shape[2], image.shape[1]]}]}
+    content = {"scale": 1, "cells": [_stored(cell, [0, 0, image.shape[2], image.shape[1]])]}
     info.add_itxt(CHUNK, json.dumps(content))
     own = {"Seed": cell.seed, "Size": f"{image.shape[2]}x{image.shape[1]}", "Model": cell.model}
     info.add_text(FIELD, write_parameters(cell.prompt, {**(settings or {}), **own}))
@@ -209,7 +219,7 @@ def read_cells(grid: Image.Image, path: Path) -> tuple[Tensor, list[ImageInfo]]:
         content = json.loads(grid.info[CHUNK])
         scale, entries = int(content["scale"]), content["cells"]
         boxes = [(int(x), int(y), int(w), int(h)) for x, y, w, h in (entry["box"] for entry in entries)]
-        cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"])) for e in entries]
+        cells = [ImageInfo(str(e["prompt"]), int(e["seed"]), str(e["model"]), bool(e.get("had_source"))) for e in entries]
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FlowGRPOError(f"{path} has no prompts in it: it was not written by flow-grpo sample.") from error
     are_inside = all(0 <= x < x + w <= grid.width and 0 <= y < y + h <= grid.height for x, y, w, h in boxes)

@@ -204,6 +204,7 @@ def _detect_on_background(pixels: np.ndarray, color: np.ndarray, tolerance: int)
     layout = GridLayout(size, tops=tops, lefts=lefts, height=height, width=width, filled=count)
     _check_parts(layout, images, parts)
     _check_room(layout, contrast)
+    _check_borders(layout, [part for part in parts if not any(part.overlaps(box) for box in layout.boxes())])
     full = [i for i, box in enumerate(layout.boxes()) if (box.crop(contrast) > tolerance).any()]
     return replace(layout, filled=full[-1] + 1)
 
@@ -323,6 +324,33 @@ def _check_room(layout: GridLayout, contrast: np.ndarray) -> None:
         raise NotAGrid("it has other content where there is room for another row or column of images")
 
 
+def _check_borders(layout: GridLayout, captions: Sequence[Box]) -> None:
+    """NotAGrid if it could also be torchvision's `make_grid` of images that have borders in the gutters' color.
+
+    Args:
+        captions: the parts outside the cells; if there are any, the cells are the images.
+    """
+    if captions:
+        return
+    left, top, right, bottom = layout.margins()
+    column_gap, row_gap = layout.gutters()
+    paddings = {
+        before + after - gutter
+        for before, after, gutter in ((left, right, column_gap), (top, bottom, row_gap))
+        if gutter is not None
+    }
+    padding = paddings.pop()
+    if paddings or padding < 1 or min(left, top, right, bottom) < padding or {left, top, right, bottom} == {padding}:
+        return
+    width, height = (left + right - 2 * padding + layout.width, top + bottom - 2 * padding + layout.height)
+    gaps = f"{row_gap if column_gap is None else column_gap},{column_gap if row_gap is None else row_gap}"
+    raise NotAGrid(
+        f"its images have {layout.width} x {layout.height} pixels or, with borders of the gutters' color, {width} x {height}; "
+        f"for these give --rows {layout.rows} --columns {layout.columns} --padding {padding}, else --rows {layout.rows} "
+        f"--columns {layout.columns} --crop {left},{top},{right},{bottom} --padding {gaps}"
+    )
+
+
 @dataclass(frozen=True)
 class GridOptions:
     """The user's settings for a grid image; the rest is detected.
@@ -375,7 +403,8 @@ def _find(area: np.ndarray, options: GridOptions, name: str, allow_single: bool)
             return single_image((area.shape[0], area.shape[1]))
         # letters and forms of images without gutters look like parts of a grid
         if not known or _has_margin(area):
-            raise FlowGRPOError(f"{name} can't be cut into images: {problem}. {ADVICE}.") from problem
+            advice = "" if "--rows" in str(problem) else f" {ADVICE}."
+            raise FlowGRPOError(f"{name} can't be cut into images: {problem}.{advice}") from problem
         layout = None
     if layout is None and known:
         return _cut_as_given(area, options, name)

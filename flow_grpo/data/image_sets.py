@@ -43,6 +43,7 @@ class FoundImage:
     Attributes:
         prompt, seed, metadata: as a table has them, if there is one.
         caption: the text of the file beside it with the same name.
+        had_source: whether it was made of a prompt with images.
     """
 
     file: Path
@@ -50,6 +51,7 @@ class FoundImage:
     seed: int | None = None
     metadata: dict = field(default_factory=dict)
     caption: str | None = None
+    had_source: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,8 @@ def join_prompts(
         return [text or "" for text in known], [{} for _ in known]
     if isinstance(prompts, str):
         prompts = PromptSet([prompts] * len(labels), [{}] * len(labels))
+    if path.is_dir() and "file" in prompts.metadata[0] and not _names_files(prompts):
+        raise FlowGRPOError("the prompts have a column `file`: rename it to `file_name` to match images by their names.")
     if _names_files(prompts) and path.is_dir():
         rows = _rows_by_name(labels, prompts, path)
     elif len(prompts) == len(labels):
@@ -255,12 +259,17 @@ def _join_by_prompt(
 
 @dataclass(frozen=True)
 class ImageRecords:
-    """The facts about B images, whether they are generated yet or not. A seed is None where the image's noise is unknown."""
+    """The facts about B images, whether they are generated yet or not. A seed is None where the image's noise is unknown.
+
+    Attributes:
+        lacks_sources: whether images were made of prompts with images, which are not known.
+    """
 
     labels: list[str]
     prompts: list[str]
     seeds: list[int | None]
     metadata: list[dict]
+    lacks_sources: bool = field(default=False, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -334,7 +343,8 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         pixels = torch.from_numpy(to_bytes(stored)).permute(0, 3, 1, 2)
         labels = _labels(file.name, len(cells))
         texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
-        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels)
+        lacks_sources = _lacks_sources(texts, [cell.had_source for cell in cells])
+        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
     if prompts is None:
         prompts = caption_of(file)[0] or _stated_prompt(file, image)
     if prompts is None and not promptless:
@@ -398,14 +408,21 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOption
         left_out,
         rows_without_image(names, prompts, folder),
     ]
+    texts = [text if text is not None and images_of(text) else other for text, other in zip(own, given, strict=True)]
     return ImageSet(
         [label for of_file in by_file for label in _labels(str(of_file[0].file.relative_to(folder)), len(of_file))],
-        [text if text is not None and images_of(text) else other for text, other in zip(own, given, strict=True)],
+        texts,
         [image.seed for image in images],
         [row | image.metadata for row, image in zip(joined, images, strict=True)],
         _stack([image.file for image in found.images], pixels),
         note="\n".join(note for note in notes if note),
+        lacks_sources=_lacks_sources(texts, [image.had_source for image in images]),
     )
+
+
+def _lacks_sources(prompts: Sequence[str], had_source: Sequence[bool]) -> bool:
+    """Whether an image was made of a prompt with images that are not among these prompts."""
+    return any(had and not images_of(prompt) for prompt, had in zip(prompts, had_source, strict=True))
 
 
 def _read_found(found: FoundImage, grid: GridOptions) -> tuple[np.ndarray, list[FoundImage], GridLayout | None]:
@@ -427,7 +444,7 @@ def _with_stored(found: FoundImage, cell: ImageInfo) -> FoundImage:
     """What is known of an image that `sample` wrote: by its table, else as stored. A stored seed is that of the stored prompt."""
     prompt = cell.prompt if found.prompt is None else found.prompt
     seed = cell.seed if found.seed is None and prompt == cell.prompt else found.seed
-    return replace(found, prompt=prompt, seed=seed)
+    return replace(found, prompt=prompt, seed=seed, had_source=cell.had_source)
 
 
 def _check_no_videos(image: Image.Image, file: Path) -> None:

@@ -119,7 +119,7 @@ def _json_table(text: str, name: str, suffix: str) -> Table:
 
 def _json_values(text: str, name: str) -> Iterator[tuple[str, Any]]:
     """The JSON values of a file, one after another, each with its line."""
-    decoder, position, line = json.JSONDecoder(), 0, 1
+    decoder, position, line = json.JSONDecoder(object_pairs_hook=_unique), 0, 1
     while (start := WHITESPACE.match(text, position).end()) < len(text):  # type: ignore[union-attr]
         line += text.count("\n", position, start)
         try:
@@ -129,6 +129,13 @@ def _json_values(text: str, name: str) -> Iterator[tuple[str, Any]]:
             raise FlowGRPOError(f"{name}, line {line} is not valid JSON: {problem}.") from error
         yield f"line {line}", value
         line += text.count("\n", start, position)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+    return dict(pairs)
 
 
 def _entries_by_id(whole: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -148,7 +155,7 @@ def _csv_table(text: str, name: str, tabs: bool) -> Table:
     csv.field_size_limit(MAX_BYTES)  # a prompt may be longer than the 131,072 letters that are allowed otherwise
     delimiter = "\t" if tabs else _delimiter(text)
     reader = csv.DictReader(
-        io.StringIO(text, newline=""),
+        io.StringIO(text.lstrip("\r\n"), newline=""),
         restval="",
         delimiter=delimiter,
         quoting=csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL,

@@ -283,7 +283,7 @@ def _downloaded(address: str) -> Path:
         if copy.is_file():
             return copy
         raise HubUnreachable(_unreachable(address, error)) from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the last of an impossible host name
         raise FlowGRPOError(_unreachable(address, error)) from error
     write_atomic(copy, response.content)
     return copy
@@ -322,7 +322,7 @@ def read_items(items: Iterable[Any]) -> Table:
     Raises:
         FlowGRPOError: it is no iterable, or has items of another kind.
     """
-    if isinstance(items, Mapping) or not isinstance(items, Iterable):
+    if isinstance(items, Mapping) or not (isinstance(items, Iterable) or hasattr(items, "__getitem__")):
         raise FlowGRPOError(
             f"the prompts were given as {type(items).__name__}: give a file, a list of texts or dicts, a PromptSet, a "
             "datasets.Dataset or one split of a DatasetDict."
@@ -332,6 +332,8 @@ def read_items(items: Iterable[Any]) -> Table:
     listed = list(items)
     locations = [f"item {number}" for number in range(1, len(listed) + 1)]
     kind = str if listed and isinstance(listed[0], str) else Mapping
+    if kind is Mapping and any(not isinstance(key, str) for item in listed if isinstance(item, Mapping) for key in item):
+        raise FlowGRPOError("the given prompts have columns that are no text: name the columns, one of them `prompt`.")
     wrong = next((i for i, item in enumerate(listed) if not isinstance(item, kind)), None)
     if wrong is not None:
         raise FlowGRPOError(
@@ -372,7 +374,8 @@ def benchmark_overlap(trained: list[str], held_out: list[str], source: str | Non
     counts = {}
     for name, origin in PROMPT_SETS.items():
         if origin.startswith(PACKAGED):
-            counts[name] = sum(normal_form(row["prompt"]) in known for row in read_source(origin).rows)
+            rows = read_table(bundled_file(origin), origin, Path(origin).suffix).rows  # not a user's file of that name
+            counts[name] = sum(normal_form(row["prompt"]) in known for row in rows)
         elif source and source_of(source) == origin:
             counts[name] = len(trained)
     return {name: count for name, count in counts.items() if count}

@@ -3,6 +3,7 @@
 That is which process this is, whether they restart it, and their command. A rank ends with its launcher, also after kill -9.
 """
 
+import ctypes
 import functools
 import logging
 import os
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 LAUNCHER = "FLOW_GRPO_LAUNCHER"  # process id of our own launcher, in the environment of its ranks
+PR_SET_PDEATHSIG = 1
 
 
 def number_in_environment(name: str, default: str, lowest: float, highest: float, kind: type = int) -> Any:
@@ -40,7 +42,8 @@ def end_with_launcher() -> None:
     """End this process within a second of its launcher's end, if a launcher started it.
 
     A rank's parent is torch's elastic agent, which torchrun, `accelerate launch` and `--num-processes` run within their own process.
-    Not tested on macOS; on Windows a process keeps the id of a parent that has ended, so this does nothing there.
+    On Linux the kernel kills the rank. Elsewhere a thread polls the parent's id. Not tested on macOS; on Windows a process keeps
+    the id of a parent that has ended, so this does nothing there.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(int(os.environ.get(LAUNCHER, os.getppid())))
@@ -48,6 +51,9 @@ def end_with_launcher() -> None:
 
 @functools.cache
 def _end_with(launcher: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(0.5)

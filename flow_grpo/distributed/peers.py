@@ -6,6 +6,7 @@ in minutes. Rank 0 reads the counters of all, the others read that of rank 0. An
 
 import json
 import os
+import queue
 import signal
 import socket
 import sys
@@ -236,11 +237,27 @@ def meet(rank: int, world_size: int) -> Peers:
 
 
 def _connect(address: str, port: int, is_server: bool = False) -> Any:
-    """A connection to the store."""
-    timeout = timedelta(seconds=patience())
-    return torch.distributed.TCPStore(
-        address, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
-    )
+    """A connection to the store, in a thread: torch waits for ever for another program that has the port and says nothing."""
+    found: queue.Queue[Any] = queue.Queue()
+
+    def connect() -> None:
+        try:
+            timeout = timedelta(seconds=patience())
+            store = torch.distributed.TCPStore(
+                address, port, is_master=is_server, timeout=timeout, wait_for_workers=False, multi_tenant=True
+            )
+            found.put(store)
+        except (RuntimeError, TimeoutError) as error:
+            found.put(error)
+
+    threading.Thread(target=connect, name="store", daemon=True).start()
+    try:
+        result = found.get(timeout=2 * patience())
+    except queue.Empty:
+        raise TimeoutError("what listens there is no store of torch") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _route(host: str, port: int) -> tuple[str, str]:

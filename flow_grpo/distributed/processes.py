@@ -186,6 +186,10 @@ class Processes:
         """The values of all processes, by rank. Every process must call this."""
         if self.world_size == 1:
             return [value]
+        if Processes.current is not self:
+            raise FlowGRPOError(
+                "the processes of the run have parted at the end of train(): make another trainer for what they do together after it."
+            )
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, self.value_group)
         return values

@@ -313,4 +313,4 @@ def save_ranked(path: Path, name: str, inputs: RewardInputs, labels: list[str], 
 
 def _decimals(value: Tensor | float) -> str:
     """Four decimals, without the sign of a zero."""
-    return f"{float(value):z.4f}"
+    return f"{round(float(value), 4) + 0.0:.4f}"

@@ -51,6 +51,11 @@ def rows_to_generate(
             raise FlowGRPOError("the images of --prompts have seeds of their own: leave --seeds out.")
         if None in known.seeds:
             raise FlowGRPOError("some images of --prompts have no seeds: give images written by flow-grpo sample.")
+        if known.lacks_sources:
+            raise FlowGRPOError(
+                "the images of --prompts are edits, and the images that they were made of are not stored in them: give the file of their "
+                "prompts by --prompts."
+            )
         return known.head(limit)
     if known is None:
         if settings.prompts is None:

@@ -140,8 +140,8 @@ def advice(estimator: StepEstimator, memory: float, base: float = 0.0) -> list[s
 
     peak, chosen = peak_with([]), list[str]()
     first = f"It does not fit: with microbatch=1, {gigabytes(peak - memory, 1)} are missing."
-    for setting in SETTINGS:
-        if peak > memory and (smaller := peak_with([*chosen, setting])) < peak:
+    for setting in SETTINGS * 2:  # the second time after what others have made of the peak
+        if setting not in chosen and peak > memory and (smaller := peak_with([*chosen, setting])) < peak:
             peak, chosen = smaller, [*chosen, setting]
     for setting in reversed(chosen):  # what a later one makes needless
         fewer = [other for other in chosen if other != setting]

@@ -34,7 +34,7 @@ class TrainingProfiler:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Start the profiler before the first step."""
-        if self._profile is not None:
+        if self._profile is not None or self.written:
             return
         self._folder, self._first = Path(args.output_dir) / layout.PROFILE, state.global_step + 2
         when = schedule(wait=0, warmup=1, active=self.steps, repeat=1)  # the first step also loads libraries
@@ -42,15 +42,18 @@ class TrainingProfiler:
         self._profile.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
-        """Go on to the next step."""
+        """Go on to the next step, if there is one."""
+        if self._profile is None or self.written or state.global_step == state.max_steps:
+            return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        assert self._profile is not None
         self._profile.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         """Write the profile of a run that ends within the profiled steps."""
-        if self._profile is not None:
+        if self._profile is not None and not self.written:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             self._profile.stop()
 
     def _write(self, measured: profile) -> None:

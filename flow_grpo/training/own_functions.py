@@ -69,9 +69,11 @@ def own_loss(objective: OwnFunction, inputs: TrainedStep | NoisedImage, advantag
         )
     metrics = dict(result.metrics) if isinstance(result, Loss) else {}
     for metric, numbers in metrics.items():
+        if isinstance(numbers, Tensor) and numbers.ndim == 0:
+            metrics[metric] = numbers = numbers.expand(len(advantage))
         if not isinstance(numbers, Tensor) or numbers.shape != advantage.shape:
             raise FlowGRPOError(
-                f"objective {objective.name}: its metric {metric} must be a tensor of {len(advantage)} values."
+                f"objective {objective.name}: its metric {metric} must be a tensor of {len(advantage)} values, or of one."
             )
     if isinstance(inputs, TrainedStep):
         metrics[RATIO_DEVIATION] = (inputs.log_prob - inputs.old_log_prob).detach().exp().sub(1).abs()

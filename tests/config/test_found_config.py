@@ -123,7 +123,7 @@ def test_eval_refuses_what_a_found_config_names(run_with, settings, sentence):
     text = json.dumps(settings).replace("URL", server.url)
     folder = run_with(**json.loads(text))
     output = " ".join(run("eval", "run", cwd=folder, code=2).split())
-    assert "error: run/config.yaml is next to the weights, was not named by you, and names " in output
+    assert "error: run/config.yaml is next to the weights, so that anybody may have written it, and names " in output
     assert sentence.replace("URL", server.url) in output
     assert "--trust" in output
     assert not run_with.marker.exists()
@@ -144,6 +144,13 @@ def test_whatever_of_a_run_or_an_export_eval_is_given(run_with):
 def test_the_config_of_a_second_target_is_checked_too(run_with, words):
     folder = run_with(memory={"embedding_cache_dir": "it_ran"})
     assert "the folder it_ran to keep embeddings in" in run("eval", *words, "--reward", "color", cwd=folder, code=2)
+    assert not run_with.marker.exists()
+
+
+@pytest.mark.parametrize("words", [("tiny_grpo", "run"), ("tiny_grpo", "--lora", "run")])
+def test_the_rewards_of_a_second_target_are_checked_too(run_with, words):
+    folder = run_with(rewards={"evil.py:reward": 1.0})
+    assert "names the reward evil.py:reward" in run("eval", *words, cwd=folder, code=2)
     assert not run_with.marker.exists()
 
 

@@ -78,12 +78,6 @@ def test_a_grid_of_torchvision_is_cut_into_its_very_images_or_refused(made):
     assert np.array_equal(exact.crop_cells(pixels)[: len(images)], images), "whatever the images, --padding cuts them"
 
 
-def test_a_border_in_the_color_of_the_gutters_is_cut_off():
-    images = noise(6, 26, 26)
-    pixels = sheet(np.pad(images, ((0, 0), (3, 3), (3, 3), (0, 0))), 3, 2, (0, 0, 0))
-    assert np.array_equal(detect(pixels).crop_cells(pixels), images)
-
-
 @settings(max_examples=60)
 @given(
     count=st.integers(2, 9),
@@ -212,6 +206,10 @@ REFUSED = {
         "not at equal distances",
     ),
     "a large picture beside": (collage((220, 200), *[(10, x, 40, 40) for x in (10, 60, 110)], (60, 10, 140, 180)), "sizes"),
+    "a border of the gutters' color": (
+        sheet(np.pad(noise(6, 26, 26), ((0, 0), (3, 3), (3, 3), (0, 0))), 3, 2, (0, 0, 0)),
+        r"26 x 26 pixels or, with borders of the gutters' color, 32 x 32; .*--rows 2 --columns 3 --padding 2",
+    ),
     "ticks": (figure(2, 3, ticks=True), "outside the cells|straight edges|equal distances|different sizes"),
 }
 

@@ -9,10 +9,13 @@ from PIL import Image
 from support.grids import CELLS, header, pictures
 from torchvision.utils import save_image as save_as_torchvision
 
+from flow_grpo.config.sections import EvaluationConfig
 from flow_grpo.data import image_sets
 from flow_grpo.data.grid import ImageInfo, save_grid, save_image
 from flow_grpo.data.grid_layout import GridOptions
 from flow_grpo.data.prompts import PromptSet
+from flow_grpo.errors import FlowGRPOError
+from flow_grpo.evaluation.measure import rows_to_generate
 from flow_grpo.image_prompt import ImagePrompt, images_of
 
 BYTES = (pictures() * 255).round()
@@ -34,6 +37,24 @@ def test_a_folder_is_read_in_the_order_of_its_names_and_is_its_grid(tmp_path):
     assert torch.equal(folder.images() * 255, BYTES)
     known = image_sets.read(tmp_path, PromptSet([CELLS[1].prompt], [{"tag": "two"}]))
     assert [row.get("tag") for row in known.metadata] == [None, "two", None, None, None]
+
+
+def test_images_of_edits_are_no_prompts_without_their_sources(tmp_path):
+    prompt = ImagePrompt("make it night", [Image.new("RGB", (8, 8))])
+    save_grid(tmp_path / "grid.png", torch.rand(1, 3, 8, 8), [ImageInfo(prompt, 3, "tiny")], columns=1)
+    (tmp_path / "single").mkdir()
+    save_image(tmp_path / "single" / "a.png", torch.rand(3, 8, 8), ImageInfo(prompt, 3, "tiny"))
+    for source in (tmp_path / "grid.png", tmp_path / "single"):
+        with pytest.raises(FlowGRPOError, match=r"are edits, .* give the file of their prompts by --prompts"):
+            rows_to_generate(image_sets.read(source), EvaluationConfig(), 1, None)
+
+
+def test_prompts_with_a_column_file_are_not_paired_by_their_order(tmp_path):
+    for name in ("0.png", "1.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    rows = PromptSet(["b", "a"], [{"file": "1.png"}, {"file": "0.png"}])
+    with pytest.raises(FlowGRPOError, match="rename it to `file_name`"):
+        image_sets.read(tmp_path, rows)
 
 
 def test_images_of_others_take_their_prompts_in_order(tmp_path):

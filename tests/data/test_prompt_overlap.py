@@ -108,6 +108,13 @@ def test_test_sets_are_known_by_their_prompts_or_their_name():
     assert held_out_overlap(prompts_of("signs_train.txt"), prompts_of("signs_eval.txt")) == 0
 
 
+def test_a_users_file_with_the_name_of_a_test_set_is_not_taken_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "geneval.jsonl").write_text('{"caption": "own"}\n')
+    assert benchmark_overlap(["a photo of a bench"], []) == {"geneval": 1}
+
+
 def test_a_run_warns_of_prompts_that_it_is_measured_by(tmp_path, capsys):
     held_out, signs = prompts_of("signs_eval.txt")[:2], prompts_of("signs_train.txt")[:3]
     train = [held_out[1].upper(), "A photo of a bench", *signs]

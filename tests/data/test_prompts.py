@@ -142,6 +142,7 @@ pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.s
         ("p.txt", b"\x89PNG\r\n\x1a\n\0\0\0", "is not UTF-8 text: line 1 has the byte 0x89"),
         ("p.jsonl", b'{"prompt": "a"}\n\n{"prompt": }\n', "line 3 is not valid JSON: Expecting value"),
         ("p.jsonl", b'{"prompt": "a"}\n"b"\n', "line 2: give an object"),
+        ("p.jsonl", b'{"prompt": "a", "prompt": "b"}\n', "line 1 is not valid JSON: the key 'prompt' occurs twice"),
         ("p.jsonl", b'{"prompt": ' + b"[" * 20_000, "nested too deeply"),
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": 5}\n', "line 2: 5 is not a prompt"),
         ("p.jsonl", b'{"prompt": "a"}\n{"n": 5}\n', "line 2: None is not a prompt"),

@@ -176,6 +176,15 @@ def test_gloo_uses_the_interface_by_which_the_others_reach_rank_0(monkeypatch, p
     assert module._interface("10.0.0.9") is None
 
 
+def test_another_program_that_has_the_port_and_says_nothing_is_not_waited_for(port, monkeypatch):
+    monkeypatch.setenv(PATIENCE, "0.5")
+    with (
+        socket.create_server(("localhost", port)),
+        pytest.raises(RetryableError, match=r"what listens there is no store of torch.*set MASTER_PORT"),
+    ):
+        meet(1, 2)
+
+
 def test_the_route_to_this_machine_is_its_own_address():
     assert module._route("127.0.0.1", 29500) == ("127.0.0.1", "127.0.0.1")
     assert module._route("no.such.host.invalid", 29500) == ("", "")

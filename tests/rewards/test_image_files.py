@@ -2,6 +2,7 @@
 
 import io
 import os
+import struct
 import subprocess
 import threading
 
@@ -70,6 +71,12 @@ def test_a_source_of_an_edit_is_upright_from_a_file_and_from_memory(tmp_path):
     for given in (tmp_path / "photo.jpg", Image.open(tmp_path / "photo.jpg")):
         (source,) = ImagePrompt("make it night", [given]).images
         assert source.size == source.open().size == (8, 16)
+
+
+def test_an_image_is_turned_though_another_tag_cannot_be_written_again():
+    orientation, unit = (struct.pack("<HHIHH", tag, kind, 1, value, 0) for tag, kind, value in ((274, 3, 6), (296, 2, 0x78)))
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + orientation + unit + bytes(4)
+    assert read_image(saved(Image.fromarray(CORNERS), "JPEG", exif=exif)).size == (8, 16)
 
 
 def test_damaged_exif_data_does_not_spoil_an_image():

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from flow_grpo import rewards
 from flow_grpo.rewards import scopes
-from flow_grpo.rewards.interrupt import call_interruptibly
+from flow_grpo.rewards.interrupt import DaemonThread, call_interruptibly
 
 IMAGES, PROMPTS = torch.stack([torch.full((3, 4, 4), value) for value in (0.25, 0.5)]), ["a fox", "a cat"]
 
@@ -105,6 +106,31 @@ def test_a_client_is_kept_by_calls_of_several_threads():
         return rewards.score("mine", reward, IMAGES, PROMPTS)
 
     assert asyncio.run(cell()).tolist() == [0.25, 0.5]
+
+
+def test_two_threads_may_await_at_a_time():
+    async def meets(images, prompts):
+        await asyncio.to_thread(barrier.wait, 60)
+        return means(images)
+
+    barrier, threads = threading.Barrier(2), [DaemonThread(), DaemonThread()]
+    calls = [thread.submit(lambda: rewards.score("mine", meets, IMAGES, PROMPTS)) for thread in threads]
+    assert [call.result(60).tolist() for call in calls] == [[0.25, 0.5]] * 2
+    for thread in threads:
+        thread.close()
+
+
+def test_an_async_reward_may_call_another_one():
+    async def inner(images, prompts):
+        await asyncio.sleep(0)
+        return means(images)
+
+    async def outer(images, prompts):
+        return rewards.score("inner", inner, images, prompts)
+
+    thread = DaemonThread()  # which a test that fails does not wait for
+    assert thread.submit(lambda: rewards.score("outer", outer, IMAGES, PROMPTS)).result(60).tolist() == [0.25, 0.5]
+    thread.close()
 
 
 def test_details_keep_no_graph():

@@ -348,7 +348,7 @@ class WithoutPrompts:
         (lambda images, prompts: "high", "returned a str that can't be read as numbers for 2 images; it must "
          "return one number each: new(): invalid data type 'str'."),
         (lambda images, prompts: [1.0, None], "returned a list that can't be read as numbers for 2 images; it must return one "
-         "number each: Could not infer dtype of NoneType."),
+         "number each: must be real number, not NoneType."),
         (lambda images, prompts: images.mean(), "average over the pixels, as images.mean((1, 2, 3)) does, and not over the batch."),
         (lambda images, prompts: images.mean(1), "returned shape (2, 4, 4) for 2 images; it must return one number each."),
         (lambda images: images, "mine takes (images), but it must take (images, prompts, **metadata)."),

@@ -45,7 +45,12 @@ def test_a_profiled_run_has_the_numbers_of_one_without(tmp_path):
 def test_a_run_with_fewer_steps_is_profiled_to_its_end(tmp_path):
     profiler = TrainingProfiler(5)
     small.trainer(short_run(tmp_path, "steps=2", "evaluation.prompts=null"), callbacks=[profiler]).train()
-    assert profiler.written.read_text().startswith("# Profile of 1 training step from step 2 on\n")
+    page = profiler.written
+    assert page.read_text().startswith("# Profile of 1 training step from step 2 on\n")
+    again = TrainingProfiler(1)
+    small.trainer(short_run(tmp_path, "steps=3", "evaluation.prompts=null"), callbacks=[again]).train(resume=True)
+    assert again.written is None, "a single step is not profiled"
+    assert page.read_text().startswith("# Profile of 1 training step from step 2 on\n")
 
 
 @given(intervals=st.lists(st.tuples(TIMES, TIMES).map(sorted)))

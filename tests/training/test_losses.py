@@ -545,14 +545,24 @@ def test_a_loss_of_ones_own_keeps_its_metrics(tmp_path):
         torch.testing.assert_close(loss.metrics["ratio/max_deviation"].double(), deviation, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("metric", ["0.5", "advantage.mean()"])
+def test_a_metric_of_ones_own_may_be_one_number_for_all_rows(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from flow_grpo.types import Loss\n\n\ndef mine(seen, advantage):\n"
+        "    loss = Loss(seen.log_prob * advantage)\n    loss.metrics['moved'] = advantage.abs().mean()\n    return loss\n"
+    )
+    policy, args, experience = collected(objective={"name": f"{tmp_path / 'own.py'}:mine"})
+    loss = next(step_terms(policy, args, experience).losses(torch.arange(6), ALL))
+    assert torch.equal(loss.metrics["moved"], experience.advantage.abs().mean().expand(6))
+
+
+@pytest.mark.parametrize("metric", ["0.5", "advantage[:2]"])
 def test_a_metric_of_ones_own_that_is_no_number_of_each_row_is_a_clear_error(tmp_path, metric):
     (tmp_path / "own.py").write_text(
         "from flow_grpo.types import Loss\n\n\ndef mine(seen, advantage):\n"
         f"    loss = Loss(seen.log_prob * advantage)\n    loss.metrics['moved'] = {metric}\n    return loss\n"
     )
     policy, args, experience = collected(objective={"name": f"{tmp_path / 'own.py'}:mine"})
-    with pytest.raises(ValueError, match=r"own\.py:mine: its metric moved must be a tensor of 6 values\."):
+    with pytest.raises(ValueError, match=r"own\.py:mine: its metric moved must be a tensor of 6 values, or of one\."):
         next(step_terms(policy, args, experience).losses(torch.arange(6), ALL))
 
 
