@@ -151,6 +151,8 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
             f"there is no {kind} {name}.{_suggestion(name, names)} Give one of {', '.join(names)}, or your own as "
             "my_module:my_fn or file.py:fn."
         )
+    if attribute.lstrip("-").replace(".", "", 1).isdigit():
+        raise FlowGRPOError(f"{kind} {name}: a weight follows the colon and a space: write `{path}: {attribute}`.")
     module = _import_file(kind, path) if path.endswith(".py") else _import_module(kind, name, path)
     if not hasattr(module, attribute):
         raise FlowGRPOError(f"{kind} {name}: {path} has no {attribute}.{_suggestion(attribute, dir(module))}")

@@ -365,10 +365,13 @@ class _Curve:
 
 def _curves(rows: list[dict]) -> list[_Curve]:
     """The reward in training, and each measure of held-out prompts."""
-    curves = [_Curve("reward in training", [(row["step"], row["reward"]) for row in rows if "reward" in row], TRAINED)]
-    names = dict.fromkeys(key for row in rows for key in row if key.startswith("eval/") and key != "eval/reward")
-    for i, name in enumerate(names):
-        points = [(row["step"], row[name]) for row in rows if name in row]
+    trained = [(row["step"], row["reward"]) for row in rows if "reward" in row]
+    curves = [_Curve("reward in training", trained, TRAINED | ({"marker": "o"} if len(trained) == 1 else {}))]
+    names = list(dict.fromkeys(key for row in rows for key in row if key.startswith("eval/")))
+    of = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
+    if any(of[name] == of.get("eval/reward") for name in names if name != "eval/reward"):
+        del of["eval/reward"]  # it is a single reward, which has its own name
+    for i, (name, points) in enumerate(of.items()):
         curves.append(_Curve(f"held out: {name[5:]}", points, {"marker": "o", "color": f"C{i + 1}"}))
     return curves
 

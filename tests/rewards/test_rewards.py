@@ -316,6 +316,8 @@ def dark(images, prompts):
     [
         ("own.py", "own.py names a file without a function: write own.py:FUNCTION."),
         ("nowhere.py:dark", "there is no reward file nowhere.py."),
+        ("ocr:1", "reward ocr:1: a weight follows the colon and a space: write `ocr: 1`."),
+        ("own.py:dark:0.5", "a weight follows the colon and a space: write `own.py:dark: 0.5`."),
         ("own:dark", "reward own:dark could not be imported: ModuleNotFoundError: No module named 'own'"),
         ("sub.other:dark", "could not be imported: ModuleNotFoundError"),
         ("fine.py:drak", "reward fine.py:drak: fine.py has no drak. Did you mean dark?"),

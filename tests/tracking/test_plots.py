@@ -49,6 +49,14 @@ def test_a_measure_from_0_to_1_has_another_axis_than_a_reward_up_to_20(tmp_path,
     assert heights(below) == [1.0, 1.0]
 
 
+def test_the_sum_of_several_rewards_is_drawn_and_a_single_step_is_seen(tmp_path, monkeypatch):
+    evaluations = [{"step": step, "eval/reward": 1.7, "eval/ocr": 0.8, "eval/clip": 0.9} for step in (0, 1)]
+    above, _ = figure_of(tmp_path, training(1) + evaluations, monkeypatch).axes
+    labels = [text.get_text() for text in above.get_legend().get_texts()]
+    assert labels == ["reward in training", "held out: reward", "held out: ocr", "held out: clip"]
+    assert above.lines[0].get_marker() == "o"
+
+
 def test_the_curves_have_whole_steps_on_their_axis(tmp_path, monkeypatch):
     for steps in (2, 3, 40):
         figure = figure_of(tmp_path, training(steps), monkeypatch)
