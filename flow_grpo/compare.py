@@ -139,13 +139,13 @@ def compare(
     for number in range(budget.evaluations + 1):
         for run in runs:
             points = run.points()
-            if points and metric not in points[-1].values:
-                raise FlowGRPOError(f"{run.config} has no held-out metric {metric}; it has {', '.join(points[-1].values)}.")
-            if len(points) > number or (stop and points and points[-1].reaches(metric, target)):
-                continue
-            point = _train_in_process(context, run, number, budget, overrides)
-            metric_text = f", {metric} {point.values[metric]:.3f}" if metric in point.values else ""
-            log(f"{run.name} seed {run.seed}: {point.seconds:.0f} s, {counted(point.images, 'image')}{metric_text}")
+            is_done = len(points) > number or bool(stop and points and points[-1].reaches(metric, target))
+            point = points[-1] if is_done else _train_in_process(context, run, number, budget, overrides)
+            if metric not in point.values:
+                raise FlowGRPOError(f"{run.config} has no held-out metric {metric}; it has {', '.join(point.values)}.")
+            if not is_done:
+                images, value = counted(point.images, "image"), f"{metric} {point.values[metric]:.3f}"
+                log(f"{run.name} seed {run.seed}: {point.seconds:.0f} s, {images}, {value}")
     return runs
 
 

@@ -263,6 +263,8 @@ def build_run(
         source = str(prompts) if isinstance(prompts, str | Path) else None
         start = Start(args, processes.world_size, train_set, eval_set, source=source)
         found = {**make_checks("settings", start), **make_checks("prompts", start)}
+        if pipe is None:
+            hub.resolve_model(args.model)  # a model that is not there is said before rewards are loaded
         eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
         for prompt_set in (train_set, eval_set or train_set):
             # raises if a set names a reward that is not there

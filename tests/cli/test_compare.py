@@ -86,6 +86,12 @@ def test_compare_says_what_it_trains_and_warns_of_a_reward_whose_values_depend_o
     assert "short seed 0: " in output
 
 
+def test_a_metric_that_is_not_measured_is_said_after_the_first_evaluation(folder):
+    words = [*compare_words(folder), "--out", "fresh", "--measure", "orc"]
+    assert "no held-out metric orc; it has reward, brightness." in run(*words, cwd=folder, code=2)
+    assert len(list((folder / "fresh").rglob("curve.jsonl"))) == 1
+
+
 def test_compare_says_at_once_what_does_not_fit_its_folder(folder):
     words = [*compare_words(folder), "--out", "whole"]
     assert "no held-out metric orc; it has reward, brightness." in run(*words, "--measure", "orc", cwd=folder, code=2)
