@@ -34,7 +34,10 @@ def test_the_version_is_the_packages(tmp_path):
         (["doctor", "runs/short"], "runs/short is a folder and no config: give a config in it, runs/short/config.yaml."),
         (["train", "short.yaml"], "already holds a run"),
         (["train", "short.yaml", "model=./nowhere", "output_dir=runs/x"], "there is no model folder ./nowhere"),
-        (["train", "short.yaml", "model=./nowhere", "rewards={gone.py:f: 1}"], "there is no model folder ./nowhere"),
+        (
+            ["train", "short.yaml", "model=./nowhere", "rewards={gone.py:f: 1}", "output_dir=runs/x"],
+            "there is no model folder ./nowhere",
+        ),
         (["train", "short.yaml", "microbatch=3", "output_dir=runs/x"], "microbatch=3 does not divide"),
         (["train", "short.yaml", "prompts=missing.txt", "output_dir=runs/x"], "there is no prompt file missing.txt"),
         (["train", "short.yaml", "rewards={orc: 1}", "output_dir=runs/x"], "Did you mean ocr?"),
