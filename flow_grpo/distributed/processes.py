@@ -45,6 +45,7 @@ class Processes:
     """
 
     current: "Processes | None" = None  # those that this process has met, until it leaves them
+    has_parted = False  # whether this process has left them
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
@@ -186,7 +187,7 @@ class Processes:
         """The values of all processes, by rank. Every process must call this."""
         if self.world_size == 1:
             return [value]
-        if Processes.current is not self:
+        if self.has_parted:
             raise FlowGRPOError(
                 "the processes of the run have parted at the end of train(): make another trainer for what they do together after it."
             )
@@ -234,7 +235,7 @@ class Processes:
         """Leave the process group at the end of a run, and destroy it if it was made for it."""
         if Processes.current is not self or self.value_group is None:
             return
-        Processes.current = None
+        Processes.current, self.has_parted = None, True
         is_found = self.peers is None
         if self.peers is not None:
             self.peers.leave()
