@@ -27,7 +27,7 @@ from flow_grpo.cli.options import (
     prepare_folder,
     read_images,
 )
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import USER_ERROR, FlowGRPOError
 from flow_grpo.text import counted
 
 app = typer.Typer(help="List, describe, test and train rewards.", no_args_is_help=True, rich_markup_mode="rich")
@@ -107,7 +107,11 @@ def probe(
         stats = reward_probe.measure(reward, loaded, inputs, reward_probe.perturbed(inputs))
     reward_probe.show(console, f"{reward} on {count} of {images}", reward, stats)
     reward_probe.save_ranked(file, reward, inputs, image_set.labels, stats.original)
+    if not promptless and reward_probe.WRONG_PROMPT not in stats.values:
+        say("all images are of one prompt: wrong prompts were not tried")
     say(f"best to worst: {file}")
+    if not stats.finite:
+        raise typer.Exit(USER_ERROR)
 
 
 @app.command()

@@ -133,3 +133,11 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     assert "with a wrong" in output, "the metadata is another one with a wrong prompt"
     assert re.search(r"original\W+3\.5000\W+0\.5000\W+3\.0000\W+4\.0000", output), output
     assert read_grid(tmp_path / "x.png")[1][0].prompt == "[b]", "the higher score comes first"
+
+
+def test_a_reward_that_is_not_finite_ends_with_an_error_and_one_prompt_has_no_wrong_ones(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    words = ["--images", "a.png", "--prompt", "a fox", "--out", "x.png"]
+    output = run("rewards", "test", f"{SAMPLE_REWARDS}:nan", *words, cwd=tmp_path, code=2)
+    assert "are not finite" in output or "nan" in output
+    assert "all images are of one prompt: wrong prompts were not tried" in output
