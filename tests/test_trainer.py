@@ -28,6 +28,7 @@ from flow_grpo.policy import devices
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.step_meter import PHASES
 from flow_grpo.run_folder import checkpoint
+from flow_grpo.text import duration
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import setup
@@ -1177,3 +1178,11 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
     assert ("metrics.jsonl" in files) == (rank == 0)
     assert bool(evaluation) == (rank == 0)
     assert bool(capsys.readouterr().out) == (rank == 0)
+
+
+def test_a_long_run_says_after_its_first_step_how_long_it_takes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("flow_grpo.tracking.tracker.LONG", 0.0)
+    small.trainer(short_run(tmp_path, "steps=2", "evaluation.prompts=null")).train()
+    seconds = read_metrics(tmp_path)[0]["time/step"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"step 1 took {duration(seconds)}, rewards included. At this speed the next " in said

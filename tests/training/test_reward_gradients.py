@@ -366,6 +366,12 @@ def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
         medians.append(scores.total.median().item())
         ceilings.append(mending.ceiling)
     assert ceilings == pytest.approx([medians[0], 0.9 * medians[0] + 0.1 * medians[1], ceilings[1]], rel=1e-4)
+    for share, tau, limit in ((1.0, 1.2e-3, 1e-3), (0.0, 9.0, 10.0)):
+        mending.tau = tau
+        moved = replace(moves, moved=moves.tried & (torch.arange(12) < share * 12))
+        states = replace(experience.trajectory.gradient_states, moves=moved)
+        mending(experience.batch, replace(experience.trajectory, gradient_states=states), experience.scores)
+        assert mending.tau == limit
 
 
 def test_two_processes_weigh_moved_and_kept_images_as_one():
