@@ -45,7 +45,7 @@ class Processes:
     """
 
     current: "Processes | None" = None  # those that this process has met, until it leaves them
-    has_parted = False  # whether this process has left them
+    has_left = False  # whether this process has left them
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
@@ -187,9 +187,9 @@ class Processes:
         """The values of all processes, by rank. Every process must call this."""
         if self.world_size == 1:
             return [value]
-        if self.has_parted:
+        if self.has_left:
             raise FlowGRPOError(
-                "the processes of the run have parted at the end of train(): make another trainer for what they do together after it."
+                "the process group of the run was left at the end of train(): make another trainer for what its processes do together."
             )
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, self.value_group)
@@ -235,7 +235,7 @@ class Processes:
         """Leave the process group at the end of a run, and destroy it if it was made for it."""
         if Processes.current is not self or self.value_group is None:
             return
-        Processes.current, self.has_parted = None, True
+        Processes.current, self.has_left = None, True
         is_found = self.peers is None
         if self.peers is not None:
             self.peers.leave()

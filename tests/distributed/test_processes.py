@@ -38,7 +38,7 @@ from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.data.prompts import PromptSampler
 from flow_grpo.distributed.launchers import first_dead
 from flow_grpo.distributed.processes import Processes, _buckets, shared_microbatch
-from flow_grpo.errors import PEER_LOST
+from flow_grpo.errors import PEER_LOST, FlowGRPOError
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.opening import locked
 
@@ -280,3 +280,12 @@ def test_values_are_exchanged_apart_from_gradients_and_waited_for_longer():
 @pytest.mark.parametrize("work", [leave_no_group, keep_a_found_group])
 def test_a_run_destroys_the_process_group_that_it_made_and_none_that_it_found(tmp_path, no_report, work):
     call_in_ranks(partial(work, tmp_path), 2)
+
+
+def test_what_processes_exchange_after_they_have_left_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: None)
+    processes = Processes(0, 2, value_group="found")
+    monkeypatch.setattr(Processes, "current", processes)
+    processes.destroy()
+    with pytest.raises(FlowGRPOError, match=r"was left at the end of train\(\): make another trainer"):
+        processes.all_gather(1)
