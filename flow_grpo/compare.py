@@ -37,7 +37,7 @@ from flow_grpo.text import counted, markdown_table
 CURVE, BUDGET = "curve.jsonl", "budget.json"
 SECONDS = {"s": 1, "m": 60}
 Rows = dict[str, dict[str, float | None]]  # by config, then by column
-CONSOLE_COLUMNS = ("end", "spread", "reached", "to target, s", "per 100 s", "peak MB")  # the files have all columns
+CONSOLE_COLUMNS = ("end", "range", "reached", "to target, s", "gain per 100 s", "peak MB")  # the files have all columns
 
 
 @dataclass(frozen=True)
@@ -275,11 +275,11 @@ def _results(curves: list[list[CurvePoint]], metric: str) -> dict[str, float | N
     return {
         "seeds": len(curves),
         "end": statistics.mean(ends),
-        "spread": max(ends) - min(ends),
+        "range": max(ends) - min(ends),
         "worst fall": max([0.0, *falls]),
-        "per 100 s": _rate(100 * gain, sum(point.seconds for point in last)),
-        "per 1000 images": _rate(1000 * gain, sum(point.images for point in last)),
-        "per KL": _rate(gain, sum(point.kl for point in last)),
+        "gain per 100 s": _rate(100 * gain, sum(point.seconds for point in last)),
+        "gain per 1000 images": _rate(1000 * gain, sum(point.images for point in last)),
+        "gain per KL": _rate(gain, sum(point.kl for point in last)),
         "seconds a step": _rate(sum(point.seconds for point in last), sum(point.step for point in last)),
         "peak MB": max(point.memory_mb for curve in curves for point in curve),
         "extra parameters": max(point.extra_parameters for point in last),

@@ -53,6 +53,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {total % 60} s" if minutes else f"{total} s"
 
 
+def step_time(seconds: float) -> str:
+    """Seconds of one step: below a minute with three digits, as `0.0123 s` or `3.4 s`, else as `duration` writes them."""
+    return f"{seconds:.3g} s" if seconds < 59.95 else duration(seconds)
+
+
 def gigabytes(size: float, decimals: int = 2) -> str:
     """Bytes as `9.41 GB`, in units of 1e9."""
     return f"{size / 1e9:,.{decimals}f} GB"

@@ -215,7 +215,8 @@ class FlowGRPOTrainer:
         if main:
             self.evaluator.start_recording()
             tracker.open_services(self.args, self.step)
-        tracker.info(f"resumed at step {self.step} of {self.args.steps}")
+        nothing_left = "" if self.step < self.args.steps else ": nothing is left to train; `steps` sets how many there are"
+        tracker.info(f"resumed at step {self.step} of {self.args.steps}{nothing_left}")
 
     def _start(self, tracker: Tracker) -> None:
         self.evaluator.start_recording()

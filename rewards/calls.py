@@ -11,7 +11,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -249,7 +249,16 @@ def check_inputs(name: str, reward: Any, inputs: int = 2) -> None:
         raise FlowGRPOError(f"{must}: images come first, then prompts.")
 
 
-def check_metadata(name: str, reward: Any, metadata: dict[str, Any], inputs: int) -> None:
+def check_signature(name: str, reward: Any, columns: Collection[str]) -> None:
+    """Check that a reward can be called for prompts with these columns of metadata. FlowGRPOError if not."""
+    if hasattr(reward, "score_groups"):
+        return  # it runs in another process, which checks
+    inputs = 3 if scopes.scope_of(reward) == scopes.PAIR else 2
+    check_inputs(name, reward, inputs)
+    check_metadata(name, reward, {*columns, ROWS} if takes_rows(reward) else columns, inputs)
+
+
+def check_metadata(name: str, reward: Any, metadata: Collection[str], inputs: int) -> None:
     """Check that the prompts have all columns that the reward needs. FlowGRPOError with the first one that is missing."""
     positional = signature(reward).bind_partial(*range(inputs)).arguments
     parameters = signature(reward).parameters.values()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.transforms import Compose, Normalize, ToTensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
+from flow_grpo.rewards.downloads import HubUnreachable, NotDownloaded, downloads, hub_file
 from flow_grpo.rewards.images import Images, in_batches, to_pil, unique
 from flow_grpo.rewards.networks import AUTO, load_exactly, load_tensors, on_tensors, usable_device
 
@@ -64,7 +64,7 @@ class OpenCLIP(torch.nn.Module):
                     model, pretrained=pretrained, device=self.device, **_settings(model, pretrained)
                 )
                 self.tokenizer = _tokenizer(model)
-        except HubUnreachable:
+        except NotDownloaded:
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
@@ -284,7 +284,8 @@ def _published_head() -> dict[str, Tensor]:
             AESTHETIC_URL, map_location="cpu", file_name=AESTHETIC_FILE, weights_only=True, progress=False
         )
     except OSError as error:
-        raise HubUnreachable(f"{AESTHETIC_URL}: not in the cache, and it can't be downloaded.") from error
+        kind = NotDownloaded if constants.HF_HUB_OFFLINE else HubUnreachable
+        raise kind(f"{AESTHETIC_URL}: not in the cache, and it can't be downloaded.") from error
 
 
 class Aesthetic(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 from huggingface_hub import constants, hf_hub_download
 
-from flow_grpo.errors import RetryableError
+from flow_grpo.errors import FlowGRPOError, RetryableError
 
 VARIABLE = "HF_HUB_OFFLINE"
 PATHS = ("/", "./", "../", "~")  # prefixes of names that can only be paths
@@ -22,8 +22,12 @@ PATIENCE = 5.0  # seconds to wait for the hub's answer
 _loading = threading.RLock()  # the settings of `downloads` are the process's
 
 
-class HubUnreachable(RetryableError):
-    """A file is not in the cache and can't be downloaded."""
+class NotDownloaded(FlowGRPOError):
+    """A file is not in the cache, and nothing may be downloaded."""
+
+
+class HubUnreachable(NotDownloaded, RetryableError):
+    """A file is not in the cache, and the hub can't be reached now."""
 
 
 @contextmanager
@@ -36,7 +40,8 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
 
     Raises:
         FileNotFoundError: a name can only be a path, and does not exist.
-        HubUnreachable: a name is neither a file nor in the cache, and the hub can't be reached.
+        NotDownloaded: a name is neither a file nor in the cache, and the variable HF_HUB_OFFLINE is set; HubUnreachable, which is
+            one: the hub can't be reached.
     """
     not_local = [str(name) for name in names if name is not None and not Path(name).exists()]
     if missing := next((name for name in not_local if name.startswith(PATHS)), None):
@@ -51,8 +56,10 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
                 yield
         except Exception as error:
             if unreachable and any(isinstance(cause, OSError) for cause in _causes(error)):
-                why = f"{VARIABLE} is set" if offline else f"the hub ({constants.ENDPOINT}) can't be reached"
-                raise HubUnreachable(f"{' or '.join(not_local)}: not in the cache, and {why}.") from error
+                where = f"{' or '.join(not_local)}: not in the cache, and"
+                if offline:
+                    raise NotDownloaded(f"{where} {VARIABLE} is set.") from error
+                raise HubUnreachable(f"{where} the hub ({constants.ENDPOINT}) can't be reached.") from error
             raise
         finally:
             constants.HF_HUB_OFFLINE = offline
@@ -101,8 +108,11 @@ def offline_mode() -> Iterator[None]:
 
 def is_missing_download(error: BaseException) -> bool:
     """Whether an error was caused by a file that is not in the cache and was not allowed to be downloaded."""
-    names = ("HubUnreachable", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
-    return any(type(cause).__name__ in names or names[0] in str(cause) for cause in _causes(error))
+    ours, names = ("NotDownloaded", "HubUnreachable"), ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
+    return any(
+        type(cause).__name__ in (*ours, *names) or any(name in str(cause) for name in ours)  # a subprocess's error is a text
+        for cause in _causes(error)
+    )
 
 
 @functools.cache

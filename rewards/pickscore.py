@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, CLIPModel
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.downloads import HubUnreachable, downloads
+from flow_grpo.rewards.downloads import NotDownloaded, downloads
 from flow_grpo.rewards.images import Images, in_batches, unique
 from flow_grpo.rewards.networks import AUTO, PREPARED, check_keys, prepared, usable_device
 
@@ -33,7 +33,7 @@ class PickScore(nn.Module):
             with downloads(weights, processor):
                 self.processor = AutoProcessor.from_pretrained(processor, trust_remote_code=False)
                 self.model, loading_info = CLIPModel.from_pretrained(weights, dtype=torch.float32, output_loading_info=True)
-        except HubUnreachable:
+        except NotDownloaded:
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]

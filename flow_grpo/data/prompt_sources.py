@@ -31,7 +31,7 @@ from flow_grpo.data.prompts import SET_COLUMN, PromptMixture, Prompts, PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import check_regular, expanded, write_atomic
 from flow_grpo.image_prompt import SourceImage, images_of, prompt_key, with_images
-from flow_grpo.rewards.downloads import HubUnreachable, downloads
+from flow_grpo.rewards.downloads import HubUnreachable, NotDownloaded, downloads
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.text import has_password, natural_key, visible, without_passwords
 
@@ -297,8 +297,8 @@ def _data_set(source: str) -> Table:
         with downloads(source):
             data_set = datasets.load_dataset(source, split="train")
         rows = data_set.to_list()
-    except HubUnreachable as error:
-        raise HubUnreachable(
+    except NotDownloaded as error:
+        raise type(error)(
             f"the prompts {error} Give a local file of them; the sets known by name are {', '.join(PROMPT_SETS)}."
         ) from error
     except Exception as error:

@@ -23,6 +23,7 @@ from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
+from flow_grpo.text import step_time
 from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
 from flow_grpo.training.start_checks import Start, check_writable, make_checks, sentences
 
@@ -176,7 +177,7 @@ def cost_lines(estimator: StepEstimator, args: FlowGRPOConfig, num_processes: in
     step_images = f"{images} videos of {frames[0]} frames" if frames else f"{images} images"
     memory_scope = "of the GPU in addition to rewards" if estimator.cuda else "in addition to libraries and rewards"
     lines = [
-        f"{name}: {step_images} of {height} x {width} in {seconds:.3g} s without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
+        f"{name}: {step_images} of {height} x {width} in {step_time(seconds)} without rewards, {estimate.peak / GB:.2f} GB {memory_scope}"
     ]
     largest = max(1, estimator.largest_microbatch(hardware.memory))
     lines.append(f"the run, without rewards: {run_time(whole, hardware, rates, largest, held_out)}")

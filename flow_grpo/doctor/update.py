@@ -106,8 +106,9 @@ def _check_drift(stage: FlowGRPOConfig, trajectory: Trajectory, drift: dict[int,
         if low == "auto" or high == "auto":
             results.append(CheckResult("clip range", "auto", OK, "calibrated at each step"))
         else:
-            clip = min(low, high)
-            results.append(clip_range(torch.cat(list(drift.values())), low, high, stage.updates * stage.epochs))
+            passes = stage.updates * stage.epochs
+            clip = min(low, high) if passes > 1 else None  # of the only pass every ratio is 1
+            results.append(clip_range(torch.cat(list(drift.values())), low, high, passes))
     if len(drift) > 1:
         results.append(step_balance(drift, weighted=stage.objective.weighs_by_std))
     sigmas = trajectory.schedule.sigmas.tolist()

@@ -58,6 +58,7 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         source: what the card's code loads: the export's name on the hub, or its folder.
     """
     images, licence, name = gallery(folder, run), base_licence(args.model), source.rpartition("/")[2]
+    lora = rank_and_alpha(args.lora, [folder, run.folder / layout.LORA, run.folder / layout.BEST])
     context = {
         "code": inline_code,
         "escape": escape_markdown,
@@ -68,7 +69,8 @@ def write(folder: Path, run: RunReader, args: FlowGRPOConfig, *, step: int, merg
         "step": step,
         "merged": merged,
         "args": args,
-        "lora": rank_and_alpha(args.lora, [folder, run.folder / layout.LORA, run.folder / layout.BEST]),
+        "lora": lora,
+        "scaled": lora and args.lora and not args.lora.init_from and lora["alpha"] != args.lora.alpha,
         "stages": [stage for _, stage in args.resolved_stages()],
         "comfyui": comfyui_files(folder),
         "usage_code": usage_code(folder, args, run, merged, source),
@@ -130,7 +132,7 @@ def front_matter(
         sets = args.evaluation.prompts
         data_set = Path(sets).stem if isinstance(sets, str) else ", ".join(prompt_set.label for prompt_set in sets)
         results = [
-            EvalResult(kind, data_set, data_set, plain(short_name(m)), summary.change(run, m)["last"])
+            EvalResult(kind, data_set, data_set, plain(short_name(m)), round(summary.change(run, m)["last"], 4))
             for m in run.score_names
         ]
     tags = [kind, "diffusers", "flow-grpo", "reinforcement-learning"]

@@ -21,7 +21,7 @@ from flow_grpo.policy.step_meter import peak_memory
 from flow_grpo.progress import phase, tell
 from flow_grpo.rewards import Reward
 from flow_grpo.rewards.downloads import is_missing_download, offline_mode
-from flow_grpo.text import gigabytes
+from flow_grpo.text import gigabytes, step_time
 from flow_grpo.tracking.tracker import RunTime
 from flow_grpo.training.setup import build_rewards, load_unless_costly, unscored
 
@@ -185,7 +185,7 @@ def print_plan(console: Console, args: FlowGRPOConfig, machine: Hardware, base: 
         )
     rates = rates_of(estimator, machine, sizes.microbatch)
     seconds = estimate.seconds(rates) * sizes.prompts_per_step / args.prompts_per_step / machine.count
-    _say(console, f"a step: {seconds:.3g} s, without rewards, if every group has signal ({rates.how})")
+    _say(console, f"a step: {step_time(seconds)}, without rewards, if every group has signal ({rates.how})")
     if estimator.dtype == torch.float32 and machine.peak_flops is not None:
         _say(
             console,

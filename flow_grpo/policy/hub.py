@@ -20,7 +20,7 @@ from safetensors import safe_open
 from flow_grpo.config.loading import read_json
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import check_safetensors, expanded
-from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file
+from flow_grpo.rewards.downloads import NotDownloaded, downloads, hub_file
 from flow_grpo.run_folder import layout
 from flow_grpo.text import suggest
 
@@ -91,8 +91,8 @@ def resolve_model(name: str) -> str:
         try:
             with downloads(name):
                 HfApi().model_info(name, timeout=5)
-        except HubUnreachable as error:
-            raise HubUnreachable(f"the model {error}") from error
+        except NotDownloaded as error:
+            raise type(error)(f"the model {error}") from error
         except Exception as error:
             raise FlowGRPOError(
                 f"the hub has no model {name}, or asks for a login ({type(error).__name__}): accept its licence on its page and run "

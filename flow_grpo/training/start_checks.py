@@ -21,10 +21,13 @@ from flow_grpo.data.prompt_sources import benchmark_overlap, held_out_overlap, s
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.distributed.processes import shared_microbatch
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.image_prompt import ImagePrompt
 from flow_grpo.policy.devices import usable_device
 from flow_grpo.policy.hub import resolve_lora
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import Reward, WeightedSum
+from flow_grpo.rewards.calls import check_signature
+from flow_grpo.rewards.images import SOURCE, SOURCES
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
@@ -223,6 +226,24 @@ def test_sets(start: Start) -> list[str]:
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 
+def columns_of_rewards(start: Start) -> list[str]:
+    """Have the prompts the columns that rewards need?"""
+    if start.trained is not None and start.sampled_prompts:
+        _check_columns(start.trained.rewards, start.train_set)
+    _check_columns(start.measured, start.eval_set)
+    return []
+
+
+def _check_columns(rewards: Mapping[str, Reward], prompts: PromptSet | None) -> None:
+    if prompts is None:
+        return
+    columns = {key for row in prompts.metadata for key in row}
+    if any(isinstance(prompt, ImagePrompt) for prompt in prompts.prompts):
+        columns |= {SOURCE, SOURCES}
+    for name, reward in rewards.items():
+        check_signature(name, reward, columns)
+
+
 def groups_of_evaluations(start: Start) -> list[str]:
     """Has an evaluation groups for a reward that sees groups?"""
     for name, reward in start.measured.items():
@@ -364,6 +385,7 @@ CHECKS: dict[Part, dict[str, Check]] = {
     },
     "rewards": {
         "groups on one process": shares,
+        "columns of rewards": columns_of_rewards,
         "groups of evaluations": groups_of_evaluations,
         "gradients of rewards": reward_gradients,
     },

@@ -53,7 +53,7 @@ def test_compare_gives_every_run_the_same_budget(folder):
     assert "deprecat" not in output, "other libraries keep quiet in the runs' own processes too"
     assert all(len(line) <= 80 for line in output.splitlines() if "│" in line)
     assert "to target, s" in output
-    assert "per KL" in (folder / "whole" / "compare.md").read_text()
+    assert "gain per KL" in (folder / "whole" / "compare.md").read_text()
     curves = {name: curve(folder, "whole", name) for name in ("short", "other")}
     for name in curves:
         assert [point["images"] for point in curves[name]] == [0, 8]

@@ -14,8 +14,9 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from flow_grpo import rewards
+from flow_grpo.errors import is_retryable
 from flow_grpo.rewards.clip import CONFIG, FOLDER
-from flow_grpo.rewards.downloads import HubUnreachable, downloads, hub_file, offline_mode
+from flow_grpo.rewards.downloads import NotDownloaded, downloads, hub_file, offline_mode
 
 CODE = """
 from pathlib import Path
@@ -109,7 +110,8 @@ def test_two_threads_that_load_leave_logging_and_downloads_as_they_were():
 
 def test_a_file_that_offline_mode_keeps_away_is_not_blamed_on_the_hub():
     with (
-        pytest.raises(HubUnreachable, match=r"^x of nobody/nothing: not in the cache, and HF_HUB_OFFLINE is set\.$"),
+        pytest.raises(NotDownloaded, match=r"^x of nobody/nothing: not in the cache, and HF_HUB_OFFLINE is set\.$") as error,
         offline_mode(),
     ):
         hub_file("nobody/nothing", "x")
+    assert not is_retryable(error.value)  # a launcher that restarts the command would do so for ever

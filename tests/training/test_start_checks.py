@@ -51,3 +51,31 @@ def test_what_a_check_refuses_no_way_starts(part, start, monkeypatch):
     for way in start.values():
         with pytest.raises(FlowGRPOError, match="not so"):
             way()
+
+
+def needs_answer(images, prompts, *, answer):
+    return images.mean((1, 2, 3))
+
+
+def prompts_first(prompts, images):
+    return [0.0] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [(needs_answer, "needs_answer needs answer, but the prompts have no column answer"), (prompts_first, "images come first")],
+)
+def test_a_run_does_not_start_with_a_reward_that_its_prompts_cant_be_given_to(reward, sentence, tmp_path):
+    with pytest.raises(FlowGRPOError, match=sentence):
+        small.trainer(small.settings(output_dir=str(tmp_path)), train_dataset=small.PROMPTS, reward_funcs=reward)
+    args = short_run(tmp_path / "dry", "evaluation.prompts=null", f"rewards=[{__file__}:{reward.__name__}]")
+    with pytest.raises(FlowGRPOError, match=sentence):
+        dry_run(args)
+
+
+def test_columns_of_other_prompts_do_not_count(tmp_path):
+    answers = [{"prompt": f"{i}", "answer": i} for i in range(4)]
+    args = small.settings(output_dir=str(tmp_path), evaluation={"max_prompts": None})
+    small.trainer(args, train_dataset=answers, eval_dataset=answers, reward_funcs=needs_answer)
+    with pytest.raises(FlowGRPOError, match="no column answer"):
+        small.trainer(args, train_dataset=answers, eval_dataset=small.PROMPTS, reward_funcs=needs_answer)
