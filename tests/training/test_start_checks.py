@@ -63,7 +63,10 @@ def prompts_first(prompts, images):
 
 @pytest.mark.parametrize(
     ("reward", "sentence"),
-    [(needs_answer, "needs_answer needs answer, but the prompts have no column answer"), (prompts_first, "images come first")],
+    [
+        (needs_answer, "needs_answer needs answer, but the prompts have no column answer"),
+        (prompts_first, "images come first"),
+    ],
 )
 def test_a_run_does_not_start_with_a_reward_that_its_prompts_cant_be_given_to(reward, sentence, tmp_path):
     with pytest.raises(FlowGRPOError, match=sentence):
