@@ -124,19 +124,22 @@ def shares(
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, "R R"]]:
     """The part of each of R rewards in the advantage: its share of it, and the correlations of the rewards.
 
-    A share is the part of the sum's variance within groups that comes with the reward: they sum to 1, and one below 0
-    means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the others.
+    A share is the part of the variance within groups that comes with the reward, where each group counts as much as in the advantage:
+    they sum to 1, and one below 0 means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the
+    others. Of `rank`, whose parts do not add up, and of a user's function, they are those of `grpo` and of `dr_grpo`.
     """
     _, group, size = group.unique(return_inverse=True, return_counts=True)
+    reward = reward.double()  # rewards that cancel each other do so to the last bit
     advantage_of = grpo if _takes_each_reward(method) else dr_grpo
     parts = torch.stack(
-        [w * advantage_of(r, group, size) for r, w in zip(reward.float().unbind(1), weights.unbind(-1), strict=True)],
-        1,
+        [w * advantage_of(r, group, size) for r, w in zip(reward.unbind(1), weights.unbind(-1), strict=True)], 1
     )
+    if method in ("grpo", "rank"):
+        parts = parts / (_group_mean(parts.sum(1) ** 2, group, size).sqrt() + EPS)[:, None]
     products = parts.T @ parts
     spread = products.diagonal().sqrt()
     correlation = products / (spread[:, None] * spread[None, :]).clamp_min(1e-12)
-    return products.sum(1) / products.sum().clamp_min(1e-12), correlation
+    return (products.sum(1) / products.sum().clamp_min(1e-12)).float(), correlation.float()
 
 
 def has_signal(reward: Reward, group: Int[Tensor, " B"], method: str | Method = "grpo") -> Bool[Tensor, " B"]:

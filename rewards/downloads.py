@@ -56,10 +56,9 @@ def downloads(*names: str | Path | None) -> Iterator[None]:
                 yield
         except Exception as error:
             if unreachable and any(isinstance(cause, OSError) for cause in _causes(error)):
-                where = f"{' or '.join(not_local)}: not in the cache, and"
-                if offline:
-                    raise NotDownloaded(f"{where} {VARIABLE} is set.") from error
-                raise HubUnreachable(f"{where} the hub ({constants.ENDPOINT}) can't be reached.") from error
+                why = f"{VARIABLE} is set" if offline else f"the hub ({constants.ENDPOINT}) can't be reached"
+                kind = NotDownloaded if offline else HubUnreachable
+                raise kind(f"{' or '.join(not_local)}: not in the cache, and {why}.") from error
             raise
         finally:
             constants.HF_HUB_OFFLINE = offline

@@ -29,7 +29,7 @@ class RewardGradient(NamedTuple):
     Attributes:
         value: (B,) float32 on the CPU.
         gradient: of each value with respect to its image, of the images' shape, dtype and device.
-        fall: (B,), by which the value falls on the step of `against`; its mean is S1. None if that was not asked for.
+        fall: (B,), by which what is maximised falls on the step of `against`; its mean is S1. None if that was not asked for.
     """
 
     value: Tensor
@@ -37,20 +37,20 @@ class RewardGradient(NamedTuple):
     fall: Tensor | None = None
 
 
-def without_gradient(images: Tensor, rho: float) -> RewardGradient:
+def without_gradient(images: Tensor, rho: float | Tensor) -> RewardGradient:
     """Of B images without a value: values NaN, gradients 0."""
     missing = torch.full((len(images),), math.nan)
-    return RewardGradient(missing, torch.zeros_like(images), missing.clone() if rho > 0 else None)
+    return RewardGradient(missing, torch.zeros_like(images), missing.clone() if torch.as_tensor(rho).any() else None)
 
 
 def reward_gradient(
-    name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: dict[str, Any], rho: float = 0.0
+    name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: dict[str, Any], rho: float | Tensor = 0.0
 ) -> RewardGradient:
     """The values of a differentiable reward and their gradients, by one call and one backward pass; values may be NaN, as of `call_reward`.
 
     Args:
         images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1].
-        rho: above 0, the gradient of the flattened reward (`gradients.smoothed`), by two of each.
+        rho: if it is not 0, the gradient of the flattened reward (`gradients.smoothed`), by two of each.
 
     Raises:
         FlowGRPOError: the reward raised, offers no gradient (NoGradient), or has one that is not finite where its value is.
@@ -63,7 +63,7 @@ def reward_gradient(
             values = call_reward(name, reward, leaf, prompts, metadata, graph=True)
         return RewardGradient(values.detach(), gradient_of(name, values, leaf))
 
-    result = smoothed(at, images, rho) if rho > 0 else at(images)
+    result = smoothed(at, images, rho) if torch.as_tensor(rho).any() else at(images)
     broken = (~result.gradient.flatten(1).isfinite().all(1)).nonzero()
     if len(broken):
         prompt = prompts[int(broken[0])][:MAX_PROMPT_LENGTH]
@@ -114,13 +114,14 @@ def gradient_of(name: str, values: Tensor, images: Tensor) -> Tensor:
     return gradient.where(_per_image(finite.to(gradient.device), gradient), 0)
 
 
-def against(gradient: Tensor, rho: float = RHO) -> Tensor:
-    """The step of length `rho` against the gradient (B, ...) of each image: -rho g / |g|, 0 where g is 0."""
+def against(gradient: Tensor, rho: float | Tensor = RHO) -> Tensor:
+    """The step of length |rho| against the gradient (B, ...) of each image: -rho g / |g|, 0 where g is 0; along it for a rho below 0."""
     norm = _per_image(gradient.flatten(1).norm(dim=1), gradient)
-    return -rho * gradient / norm.clamp(min=torch.finfo(gradient.dtype).tiny)
+    of_image = _per_image(rho.to(gradient), gradient) if isinstance(rho, Tensor) else rho
+    return -of_image * gradient / norm.clamp(min=torch.finfo(gradient.dtype).tiny)
 
 
-def smoothed(at: Callable[[Tensor], RewardGradient], images: Tensor, rho: float = RHO) -> RewardGradient:
+def smoothed(at: Callable[[Tensor], RewardGradient], images: Tensor, rho: float | Tensor = RHO) -> RewardGradient:
     """The gradient of a flattened reward, and how sharp the reward is: RSA-FT's smoothing in image space (arXiv 2603.21175).
 
     The flattened reward is the lowest one within a distance `rho`, by one step: r(x + d), d = -rho g / |g|, g the gradient at x (eq. 15).
@@ -131,11 +132,12 @@ def smoothed(at: Callable[[Tensor], RewardGradient], images: Tensor, rho: float 
 
     Args:
         at: the values and gradients at images (B, ...). It is called twice.
+        rho: of all images or of each, (B,); below 0 for a reward whose weight is, of which r is the negative.
     """
     here = at(images)
     moved = at(images + against(here.gradient, rho))
     value = here.value.where(moved.value.isfinite(), torch.nan)
-    return RewardGradient(value, moved.gradient, value - moved.value)
+    return RewardGradient(value, moved.gradient, (value - moved.value) * torch.as_tensor(rho).sign().to(value))
 
 
 def energy_share(gradient: Tensor, share: float = 0.01) -> Tensor:

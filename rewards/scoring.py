@@ -80,7 +80,8 @@ class WeightedSum:
 
         Args:
             images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1], on any device.
-            rho: above 0, the gradient is that of the flattened reward, see `gradients.smoothed`, and `fall` has what S1 is the mean of.
+            rho: above 0, the gradient is that of the reward, times the sign of its weight, flattened by `gradients.smoothed`, and
+                `fall` has what S1 is the mean of.
 
         Raises:
             FlowGRPOError: a trained reward offers no gradient, or one failed, as in `score`.
@@ -88,14 +89,15 @@ class WeightedSum:
         self.check_differentiable()
         batch, weights = RewardInputs(images, prompts, metadata), self.row_weights(metadata)
         if weights is None:
-            return {name: self._gradient_of_one(name, batch, rho) for name in self.trained_weights}
+            trained = self.trained_weights.items()
+            return {name: self._gradient_of_one(name, batch, math.copysign(rho, weight)) for name, weight in trained}
         by_name = {}
         for name, column in zip(self.trained_weights, weights.unbind(1), strict=True):
             rows = column.nonzero()[:, 0].tolist()
             by_name[name] = whole = without_gradient(images, rho)
             if not rows:
                 continue
-            part = self._gradient_of_one(name, batch.take(rows), rho)
+            part = self._gradient_of_one(name, batch.take(rows), rho * column[rows].sign())
             whole.value[rows], whole.gradient[rows] = part.value, part.gradient
             if whole.fall is not None and part.fall is not None:
                 whole.fall[rows] = part.fall
@@ -181,7 +183,7 @@ class WeightedSum:
             return self._finite(name, values, batch.prompts)
         return torch.full((len(batch.prompts),), math.nan)
 
-    def _gradient_of_one(self, name: str, batch: RewardInputs, rho: float) -> RewardGradient:
+    def _gradient_of_one(self, name: str, batch: RewardInputs, rho: float | Tensor) -> RewardGradient:
         with self._dropping(name):
             result = reward_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
             return result._replace(value=self._finite(name, result.value, batch.prompts))

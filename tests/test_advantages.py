@@ -133,6 +133,7 @@ def test_shares_sum_to_1_and_find_the_reward_that_drowns_the_others():
     assert float(share[0]) > 0.9, "its spread is ten times the other's"
     even, _ = shares(both, weights, GROUP, "gdpo")
     assert float(even[0]) < 0.5, "gdpo leaves it its weight alone"
+    _, correlation = shares(both, weights, GROUP, "dr_grpo")
     torch.testing.assert_close(correlation.diagonal(), torch.ones(2))
     centred = [group_advantages(column / 10, GROUP, "dr_grpo") for column in both.T]
     expected = torch.corrcoef(torch.stack(centred))[0, 1]
@@ -148,6 +149,25 @@ def test_a_share_is_the_part_of_the_variance_within_groups_that_comes_with_the_r
     torch.testing.assert_close(share, torch.tensor([2.0, -1.0]), rtol=1e-3, atol=0)
     assert float(share.sum()) == pytest.approx(1, abs=1e-5)
     torch.testing.assert_close(correlation, torch.tensor([[1.0, -1], [-1, 1]]), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("method", ["grpo", "rank", "dr_grpo", "batch_std", "rloo"])
+def test_each_group_counts_in_the_shares_as_much_as_in_the_advantage(method):
+    """One reward has a large spread in one of 16 groups, the other one a small spread in the 15 others."""
+    group = torch.arange(16).repeat_interleave(4)
+    spread = torch.tensor([-1.0, 1.0, -0.3, 0.3]).repeat(16)
+    both = torch.stack([0.4 * spread.where(group == 0, 0), 0.05 * spread.where(group > 0, 0)], 1)
+    advantage = group_advantages(both, group, method)
+    expected = torch.stack([advantage[group == 0].square().sum(), advantage[group > 0].square().sum()])
+    share, _ = shares(both, torch.ones(2), group, method)
+    torch.testing.assert_close(share, expected / expected.sum(), rtol=1e-2 if method == "rank" else 1e-5, atol=1e-6)
+
+
+def test_shares_of_rewards_that_cancel_each_other_are_those_of_the_other_groups():
+    group = torch.arange(2).repeat_interleave(3)
+    opposed = torch.tensor([[1.1, -1.1], [2.3, -2.3], [0.7, -0.7]])
+    share, _ = shares(torch.cat([opposed, torch.tensor([[0.0, 0], [1, 0], [2, 0]])]), torch.ones(2), group)
+    torch.testing.assert_close(share, torch.tensor([1.0, 0.0]))
 
 
 def test_shares_for_gdpo_are_those_of_rewards_over_their_std_in_the_group():

@@ -85,8 +85,8 @@ class Objective(ConfigSection):
     """How rewards become advantages: grpo, batch_std, dr_grpo, rloo, reinforce_pp, gdpo, rank, or your own function
     (reward (B,), group (B,)) -> (B,) as my_module:my_fn or file.py:my_fn. Their formulas are in flow_grpo/advantages.py."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL to the base model, averaged over all images, including groups with equal rewards (for sft and dpo over the images
-    they train on)."""
+    """Weight of the KL to the base model, averaged over all images, including groups with equal rewards. That of sft and dpo is summed
+    over the images they train on, and divided by the number that all groups would give."""
     kl: KL | None = None
     """The KL to the base model and to anchors: of the transitions (`gaussian`, the default on steps), DeepSeekMath's estimator from
     log-probabilities (`k3`), the published code's, without the step's length (`flow_grpo`), or the distance of the velocities

@@ -18,7 +18,8 @@ run, however long it is: each metric gets an equal part of it; the k-th comparis
 of that, n = 20, whose sum over all k is 1; and of that, the first evaluation gets one half and the others share the other half
 (a weighted Bonferroni correction). This holds whatever the dependence between metrics and between evaluations; prompts must be
 independent. Where nothing has changed, the two evaluations can change places, so that the differences are symmetric, for which the
-t-test keeps its level also far out and for shares and skewed rewards. The tests count false alarms in simulated runs.
+t-test keeps its level also far out and for shares and skewed rewards, from 12 prompts on: with fewer, chance alone lets all of them fall
+too often in a run of more than 40 evaluations. The tests count false alarms in simulated runs.
 
 The best evaluation is, of those without a warning, the one with the largest mean over the rewards that are not trained on, each as
 its change since the first evaluation relative to its size there. Without such rewards, or if the first evaluation has no values of

@@ -1,6 +1,7 @@
 """Gradients of rewards at the end of a rollout: where they are taken, how they are weighed, which images they move, and the loss."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,12 +13,12 @@ from torch import Tensor
 from flow_grpo import sampling, sde
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.reward_gradient_objectives import Mend, Opsd, RewardGradient, TrainedState
+from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.training.anchors import Prediction, References
 from flow_grpo.training.group_advantages import Comparer, Comparison, GroupAdvantages, reward_metrics
 from flow_grpo.training.losses import BatchLoss
@@ -117,8 +118,7 @@ class EndpointGradients:
             gradient, named = torch.zeros_like(images), is_named[rows].nonzero()[:, 0]
             if len(named):
                 part = batch.take(rows[named])
-                columns = {key: values for key, values in part.columns().items() if key != REWARDS_COLUMN}
-                found = reward.gradients(images[named.to(images.device)], part.prompts, rho, **columns)[name]
+                found = reward.gradients(images[named.to(images.device)], part.prompts, rho, **part.columns())[name]
                 gradient[named.to(images.device)] = found.gradient.to(gradient)
                 if found.fall is not None:
                     fall[rows[named]] = found.fall
@@ -221,8 +221,9 @@ class Mending(Comparer):
     """Moves images along the gradient of their reward, as `mend` does, and weighs moved and kept ones.
 
     Attributes:
-        ceiling: of rewards that count: a moving average of the median of a step's rewards that never falls; None before the first step,
-            which has the quantile of each group alone. The paper does not say whether a step's own median counts already; here it does not.
+        ceilings: of rewards that count, by prompt set: a moving average of the median of a step's rewards that never falls. A set has
+            none before its first step, which has the quantile of each group alone. The paper does not say whether a step's own median
+            counts already; here it does not.
         tau: how long a move may be for what it gains, in standard deviations of the group's rewards: a choice of ours, since the paper's
             range of tau is one of its reward's unit.
     """
@@ -233,7 +234,7 @@ class Mending(Comparer):
 
     def __init__(self, objective: Mend, groups: GroupAdvantages, processes: Processes) -> None:
         self.objective, self.groups, self.processes = objective, groups, processes
-        self.ceiling: float | None = None
+        self.ceilings: dict[str, float] = {}
         self.tau = 0.1
 
     def moves(self, states: GradientStates, end: Endpoint) -> ImageMoves:
@@ -242,8 +243,8 @@ class Mending(Comparer):
         groups = [reward[batch.group == group] for group in batch.group]
         cap = torch.stack([of_group.quantile(self.objective.REWARD_QUANTILE) for of_group in groups])
         unit = torch.stack([of_group.std(correction=0) for of_group in groups]).clamp_min(1e-6)
-        if self.ceiling is not None:
-            cap = cap.clamp_min(self.ceiling)
+        for prompt_set, rows in _rows_of_sets(batch).items():
+            cap[rows] = cap[rows].clamp_min(self.ceilings.get(prompt_set, -math.inf))
         gradient = states.weighted(weights_of_rows(self.groups.rewards, batch))[:, 0].float()
         direction = gradient / (gradient.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (gradient.ndim - 1)) + 1e-12)
         tried = (reward < cap) & gradient.flatten(1).any(1).cpu()
@@ -277,20 +278,26 @@ class Mending(Comparer):
         if (tried & scored).any() and not self.MOVED_RANGE[0] <= share <= self.MOVED_RANGE[1]:
             tau = self.tau * self.TAU_FACTOR if share < self.MOVED_RANGE[0] else self.tau / self.TAU_FACTOR
             self.tau = min(max(tau, self.TAU_RANGE[0]), self.TAU_RANGE[1])
-        if scored.any():
-            median = scores.total[scored].median().item()
-            former = median if self.ceiling is None else self.ceiling
-            self.ceiling = max(former, former + self.CEILING_RATE * (median - former))
-            metrics["mend/reward_ceiling"] = self.ceiling
+        for prompt_set, rows in _rows_of_sets(batch).items():
+            if (rows & scored).any():
+                median = scores.total[rows & scored].median().item()
+                former = self.ceilings.get(prompt_set, median)
+                self.ceilings[prompt_set] = max(former, former + self.CEILING_RATE * (median - former))
+                metrics["mend/reward_ceiling" + (prompt_set and f"/{prompt_set}")] = self.ceilings[prompt_set]
         return Comparison(weight, scored, scored, metrics)
 
-    def state_dict(self) -> dict[str, float | None]:
+    def state_dict(self) -> dict[str, Any]:
         """The values that steps change, for a checkpoint."""
-        return {"ceiling": self.ceiling, "tau": self.tau}
+        return {"ceilings": dict(self.ceilings), "tau": self.tau}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.ceiling, self.tau = state["ceiling"], state["tau"]
+        self.ceilings, self.tau = dict(state["ceilings"]), state["tau"]
+
+
+def _rows_of_sets(batch: PromptBatch) -> dict[str, Tensor]:
+    """The rows (B,) bool of each prompt set, which may have rewards of its own; those of a single one by the name ""."""
+    return rows_by_set(batch.metadata) or {"": torch.ones(len(batch.prompts), dtype=torch.bool)}
 
 
 class BothWays:

@@ -200,6 +200,12 @@ def test_the_smoothed_gradient_of_a_quadratic_is_its_closed_form():
         torch.testing.assert_close(result.gradient.flatten(1), gradient.flatten(1) + rho * unit @ a)
         expected = rho * gradient.flatten(1).norm(dim=1) + rho**2 / 2 * (unit @ a * unit).sum(1)
         torch.testing.assert_close(result.fall, expected)
+        penalty = smoothed(at, x, -rho)  # what is maximised is -r
+        torch.testing.assert_close(penalty.gradient.flatten(1), gradient.flatten(1) - rho * unit @ a)
+        torch.testing.assert_close(penalty.fall, at(x + rho * unit.view_as(x)).value - value)
+        each = smoothed(at, x, torch.tensor([rho, -rho, rho, -rho]))
+        torch.testing.assert_close(each.gradient[::2], result.gradient[::2])
+        torch.testing.assert_close(each.fall[1::2], penalty.fall[1::2])
     assert not against(torch.zeros(2, 3, 4, 4)).any(), "where there is no gradient, there is no step"
 
 
@@ -211,6 +217,18 @@ def test_a_weighted_sum_smooths_each_reward_by_its_own_gradient():
     torch.testing.assert_close(result["redness"].gradient[:, 0], (red - 0.1 * red / norm.view(3, 1, 1)) / 10)
     torch.testing.assert_close(result["redness"].value, redness(IMAGES, PROMPTS))
     torch.testing.assert_close(result["plain"].fall, torch.full((3,), 0.1 / math.sqrt(60)))
+
+
+@pytest.mark.parametrize("by_sets", [False, True])
+def test_a_penalty_is_smoothed_at_its_largest_value_near_by(by_sets):
+    """What is maximised is the negative: its lowest point lies along the gradient of the penalty."""
+    both = rewards.WeightedSum({"redness": differentiable(redness)}, {"redness": 2.0 if by_sets else -2.0})
+    columns = {"rewards": [{"redness": -2.0}] * 3} if by_sets else {}
+    result = both.gradients(IMAGES, PROMPTS, 0.1, **columns)["redness"]
+    red = IMAGES[:, 0]
+    unit = red / red.flatten(1).norm(dim=1).view(3, 1, 1)
+    torch.testing.assert_close(result.gradient[:, 0], (red + 0.1 * unit) / 10)
+    assert (result.fall > 0).all()
 
 
 def test_energy_is_the_share_of_the_strongest_positions():

@@ -35,7 +35,11 @@ def brightness(images, prompts):
     return images.mean((1, 2, 3))
 
 
-redness.differentiable = detail.differentiable = True
+def hundred(images, prompts):
+    return 100 + redness(images, prompts)
+
+
+redness.differentiable = detail.differentiable = hundred.differentiable = True
 
 
 def settings(name, **changes):
@@ -299,7 +303,7 @@ def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_
     """By calls of its own, for each image and each length of a move."""
     run = trainer("mend", [redness, detail], prompts_per_step=4, objective={"smoothing": 0.0})
     mending, policy = run.stage.sampler.mover, run.policy
-    mending.tau, mending.ceiling = tau, -1.0
+    mending.tau, mending.ceilings = tau, {"": -1.0}
     experience = run.experience()
     states, batch, reward = experience.trajectory.gradient_states, experience.batch, experience.scores.total
     [step], sigma = states.steps, -states.factor[0]
@@ -337,7 +341,7 @@ def test_mend_moves_an_image_as_far_as_its_capped_reward_gains_and_regresses_on_
 def test_mend_moves_images_of_one_reward_by_what_gains_most():
     run = trainer("mend")
     mending, states = run.stage.sampler.mover, run.experience().trajectory.gradient_states
-    mending.ceiling = 10.0
+    mending.ceilings = {"": 10.0}
     final, v = torch.zeros_like(states.x[:, 0]), torch.zeros_like(states.x[:, 0])
 
     def rewards_of(latents, rows):
@@ -354,7 +358,7 @@ def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
     run = trainer("mend", prompts_per_step=4)
     mending, experience = run.stage.sampler.mover, small.collect(run, 0)
     moves, medians, ceilings = experience.trajectory.gradient_states.moves, [], []
-    mending.ceiling = None
+    mending.ceilings = {}
     for share, rise in ((0.0, 0.0), (1.0, 10.0), (0.5, -50.0)):
         moved = moves.tried & (torch.arange(12) < share * 12)
         share = moved.sum().item() / moves.tried.sum().item()
@@ -364,7 +368,7 @@ def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
         assert compared.metrics["mend/frac_moved"] == pytest.approx(share)
         assert mending.tau == pytest.approx(tau * (1.5 if share < 0.3 else 1 / 1.5 if share > 0.6 else 1.0))
         medians.append(scores.total.median().item())
-        ceilings.append(mending.ceiling)
+        ceilings.append(mending.ceilings[""])
     assert ceilings == pytest.approx([medians[0], 0.9 * medians[0] + 0.1 * medians[1], ceilings[1]], rel=1e-4)
     for share, tau, limit in ((1.0, 1.2e-3, 1e-3), (0.0, 9.0, 10.0)):
         mending.tau = tau
@@ -372,6 +376,24 @@ def test_mend_adapts_how_long_moves_may_be_and_its_ceiling_never_falls():
         states = replace(experience.trajectory.gradient_states, moves=moved)
         mending(experience.batch, replace(experience.trajectory, gradient_states=states), experience.scores)
         assert mending.tau == limit
+
+
+def test_mend_has_a_ceiling_for_each_prompt_set():
+    """Rewards of two sets have no common scale: in both, no image of the best quarter of its group is moved."""
+    own = {"cats": {"redness": None}, "dogs": {"hundred": None}}
+    metadata = {name: {"prompt_set": name, "rewards": rewards} for name, rewards in own.items()}
+    sets = [small.PromptSet([f"{name} {i}" for i in range(4)], [row] * 4) for name, row in metadata.items()]
+    args = settings("mend", seed=2, prompts_per_step=4, images_per_prompt=4, microbatch=16, optimizer={"lr": 1e-9})
+    run = FlowGRPOTrainer(small.policy(), [redness, hundred], args, join_sets(list(own), sets, [1.0, 1.0]))
+    metrics = run.training_step()
+    assert metrics["mend/reward_ceiling/cats"] < 1 < 90 < metrics["mend/reward_ceiling/dogs"]
+    experience = run.experience()
+    tried = experience.trajectory.gradient_states.moves.tried.view(4, 4)
+    is_cat = torch.tensor([row["prompt_set"] == "cats" for row in experience.batch.metadata]).view(4, 4)[:, 0]
+    assert is_cat.any()
+    for of_group, reward in zip(tried[is_cat], experience.scores.total.view(4, 4)[is_cat], strict=True):
+        ceiling = max(metrics["mend/reward_ceiling/cats"], reward.quantile(0.75).item())
+        assert of_group.tolist() == (reward < ceiling).tolist()
 
 
 def test_two_processes_weigh_moved_and_kept_images_as_one():
@@ -392,7 +414,9 @@ def test_two_processes_weigh_moved_and_kept_images_as_one():
     half = pair.experience()
     torch.testing.assert_close(half.advantage, whole.advantage[own])
     torch.testing.assert_close(half.trajectory.gradient_states.moves.target, moves.target[own], rtol=1e-4, atol=1e-4)
-    assert pair.stage.sampler.mover.state_dict() == pytest.approx(alone.stage.sampler.mover.state_dict(), rel=1e-5)
+    ours, theirs = (run.stage.sampler.mover for run in (pair, alone))
+    assert ours.ceilings == pytest.approx(theirs.ceilings, rel=1e-5)
+    assert ours.tau == pytest.approx(theirs.tau, rel=1e-5)
 
 
 def test_a_group_whose_reward_failed_is_left_out():
