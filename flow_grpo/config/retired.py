@@ -136,6 +136,7 @@ def _dropped(values: Any, path: list[str], retired: Retired, parents: tuple[str,
 
 # from `sampling` to stepwise objectives
 MOVED = ("transition", "noise_level", "window", "shared_initial_noise", "keep_graphs")
+DEFAULTS = {key: Stepwise.model_fields[key].get_default() for key in MOVED} | {"window": WindowConfig().model_dump()}
 
 
 def move_to_objective(values: dict[str, Any]) -> dict[str, Any]:
@@ -184,17 +185,16 @@ def _with_moved(values: dict[str, Any], objective: dict[str, Any], inherited: di
     return {**values, "objective": {**own, **moved}} if moved else values
 
 
-def _without_defaults(moved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Settings without those that have the default, unless the objective has set them itself."""
-    window = WindowConfig().model_dump()
-    kept = {}
+def _without_defaults(moved: dict[str, Any], own: Any, defaults: dict[str, Any] = DEFAULTS) -> dict[str, Any]:
+    """Settings without those that have the default, unless the objective has set them itself (`own`), section by section."""
+    given, kept = own if isinstance(own, dict) else {}, {}
     for key, value in moved.items():
-        if key == "window" and isinstance(value, dict):
-            former: dict[str, Any] = own["window"] if isinstance(own.get("window"), dict) else {}
-            value = {k: v for k, v in value.items() if k in former or k not in window or v != window[k]}
-            if value or "window" in own:
-                kept[key] = value
-        elif key in own or value != Stepwise.model_fields[key].get_default():
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict):
+            value = _without_defaults(value, given.get(key), defaults[key])
+            is_kept = bool(value)
+        else:
+            is_kept = key not in defaults or value != defaults[key]
+        if is_kept or key in given:
             kept[key] = value
     return kept
 

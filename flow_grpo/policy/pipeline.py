@@ -8,7 +8,7 @@ normalisation are then diffusers' own code, whatever the family of models.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -402,30 +402,30 @@ class FlowPipeline:
         """
         self._scheduler.requested_timesteps = None if timesteps is None else timesteps.to(self.device, non_blocking=True)
         prompts, outputs = conditioning.select(rows)
-        pipe, recorded = copy.copy(self._intercepted), iter(outputs)
-
-        def replayed(name: str) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                method, output = next(recorded)
-                assert method == name
-                if name != "prepare_latents":
-                    return output
-                state, *rest = output if x is not None else (self._own_state(*args, **kwargs), *output[1:])
-                return _with_state(state if x is None else x.to(state.device, state.dtype), rest)
-
-            return call
-
-        names = {name for name, _ in outputs}
-        for name in names:
-            object.__setattr__(pipe, name, replayed(name))
-        if x is not None and "prepare_latents" not in names:
+        recorded = iter(outputs)
+        methods: dict[str, Callable] = {name: self._replay(name, recorded, x) for name, _ in outputs}
+        if x is not None and "prepare_latents" not in methods:
             if hasattr(self.pipe, "prepare_latents"):
-                object.__setattr__(
-                    pipe, "prepare_latents", self._fixed_prepare_latents(x, {} if images_of(prompts[0]) else self._prepared)
-                )
+                methods["prepare_latents"] = self._fixed_prepare_latents(x, {} if images_of(prompts[0]) else self._prepared)
             else:
                 kwargs["latents"] = x.to(self.device, self.pipe.transformer.dtype)
+        pipe = copy.copy(self._intercepted)
+        for name, method in methods.items():
+            object.__setattr__(pipe, name, method)
         return self._call(pipe, prompts, **kwargs)
+
+    def _replay(self, name: str, recorded: Iterator[tuple[str, Any]], x: Tensor | None) -> Callable:
+        """A replacement for a recorded method: it returns the next recorded value, with the state in that of `prepare_latents`."""
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            recorded_name, output = next(recorded)
+            assert recorded_name == name
+            if name != "prepare_latents":
+                return output
+            like, *rest = output  # `like` is empty, of the state's device and dtype
+            return _with_state(self._own_state(*args, **kwargs) if x is None else x.to(like.device, like.dtype), rest)
+
+        return method
 
     def _own_state(self, *args: Any, **kwargs: Any) -> Tensor:
         latents = self._intercepted.prepare_latents(*args, **kwargs)

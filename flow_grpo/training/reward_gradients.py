@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Bool, Int
@@ -37,6 +37,20 @@ from flow_grpo.types import (
 DECAY = 0.9  # of the running mean square of a reward's gradient
 
 
+class EndpointGradient(NamedTuple):
+    """The gradient of one reward at an endpoint.
+
+    Attributes:
+        gradient: of the latents, (B, ...).
+        fall: (B,) on the CPU, by which the reward falls on a short step against its gradient; NaN if that was not measured.
+        images: the decoded endpoint, on the CPU.
+    """
+
+    gradient: Tensor
+    fall: Tensor
+    images: Tensor
+
+
 class EndpointGradients:
     """Finds the states of a rollout that are trained, and the gradients of the rewards at the endpoints."""
 
@@ -58,35 +72,32 @@ class EndpointGradients:
         Args:
             visited: states (B, ...) before steps of the schedule, and the velocities (B, ...) there.
         """
-        sigmas, final = trajectory.schedule.sigmas.tolist(), None
-        xs, endpoints, index = list[Tensor](), list[Tensor](), list[int]()
-        for state in states:
-            x, v = (
-                self._noised_copy(trajectory, state, batch, step, microbatch) if state.noised_copy else visited[state.step]
-            )
-            xs.append(x)
-            if state.predicted:
-                endpoints.append(sde.predict_x0(x, v, sigmas[state.step]))
-                index.append(len(endpoints) - 1)
-                continue
-            if final is None:
-                endpoints.append(trajectory.final)
-                final = len(endpoints) - 1
-            index.append(final)
-        gradient, fall, decoded = {}, {}, list[Tensor]()
+        sigmas, final = trajectory.schedule.sigmas.tolist(), trajectory.final
+        visits = [
+            self._noised_copy(trajectory, state, batch, step, microbatch) if state.noised_copy else visited[state.step]
+            for state in states
+        ]
+        ends = [
+            sde.predict_x0(x, v, sigmas[state.step]) if state.predicted else final
+            for state, (x, v) in zip(states, visits, strict=True)
+        ]
+        endpoints = list({id(end): end for end in ends}.values())  # the final latents once, however many states lead to them
+        position = {id(end): i for i, end in enumerate(endpoints)}
+        gradient, fall, images = {}, {}, None
         for name in self.rewards.trained_weights:
-            columns = [self._gradient(name, latents, batch, microbatch) for latents in endpoints]
-            decoded = [images for *_, images in columns]
-            gradient[name], fall[name] = (torch.stack([column[i] for column in columns], 1) for i in (0, 1))
-        found = GradientStates(
-            torch.stack(xs, 1),
-            [state.step for state in states],
-            [state.factor for state in states],
-            endpoint=index,
+            found = [self._gradient(name, end, batch, microbatch) for end in endpoints]
+            gradient[name] = torch.stack([one.gradient for one in found], 1)
+            fall[name] = torch.stack([one.fall for one in found], 1)
+            images = found[position[id(final)]].images if id(final) in position else None
+        gradient_states = GradientStates(
+            x=torch.stack([x for x, _ in visits], 1),
+            steps=[state.step for state in states],
+            factor=[state.factor for state in states],
+            endpoint=[position[id(end)] for end in ends],
             gradient=gradient,
             fall=fall,
         )
-        return found, self.policy.decode(trajectory.final, microbatch) if final is None else decoded[final]
+        return gradient_states, self.policy.decode(final, microbatch) if images is None else images
 
     def _noised_copy(
         self, trajectory: Trajectory, state: TrainedState, batch: PromptBatch, step: int, microbatch: int
@@ -104,7 +115,7 @@ class EndpointGradients:
             ]
         return x, torch.cat(parts)
 
-    def _gradient(self, name: str, latents: Tensor, batch: PromptBatch, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _gradient(self, name: str, latents: Tensor, batch: PromptBatch, microbatch: int) -> EndpointGradient:
         """Of one reward at an endpoint: its gradient (B, ...), its fall (B,) against it, and the decoded images; the last two on the CPU.
 
         Where a prompt does not name the reward, the gradient is 0 and the fall NaN.
@@ -126,13 +137,14 @@ class EndpointGradients:
 
         slice_size = 1 if self.args.memory.vae_slicing else microbatch
         with self.policy.meter.timed("reward"):
-            return self.policy.decode_vjp(latents, image_gradient, slice_size), fall, torch.cat(decoded)
+            gradient = self.policy.decode_vjp(latents, image_gradient, slice_size)
+        return EndpointGradient(gradient, fall, torch.cat(decoded))
 
     def weighted(self, latents: Tensor, batch: PromptBatch, microbatch: int) -> Tensor:
         """The gradient (B, ...) of the weighted sum of the rewards at latents of a batch."""
         weights = weights_of_rows(self.rewards, batch)
         return weighted_gradients(
-            {name: self._gradient(name, latents, batch, microbatch)[0].float() for name in weights}, weights
+            {name: self._gradient(name, latents, batch, microbatch).gradient.float() for name in weights}, weights
         )
 
 

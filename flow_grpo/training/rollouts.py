@@ -172,16 +172,11 @@ class ImageSampler:
             keep_graphs: as of `sampling.rollout`.
             visited: by steps of the schedule, lists to which the state and the velocity there are added for each micro-batch.
         """
-        objective, seed, shape = self.args.objective, self.args.seed, self.latent_shape
+        stepwise = self.args.objective if isinstance(self.args.objective, Stepwise) else None
+        shared = stepwise is not None and stepwise.shared_initial_noise
         with self.policy.meter.timed("encode"):
             conditioning, own_conditioning = (model.encode(batch.prompts) for model in (self.model, self.policy))
-        stepwise = objective if isinstance(objective, Stepwise) else None
-        shared = stepwise is not None and stepwise.shared_initial_noise
-        start = sampling.batch_noise(shape, batch, seed, "start", step, shared=shared)
-        noise = {i: sampling.batch_noise(shape, batch, seed, "step", step, i) for i in window}
-        # copied before the first pass, since a copy waits for what a GPU computes
-        start, *values = (tensor.to(self.policy.device, non_blocking=True) for tensor in (start, *noise.values()))
-        noise = dict(zip(noise, values, strict=True))
+        start, noise = self._noise(batch, step, window, shared)
         rollout = partial(
             sampling.rollout,
             schedule=self.schedule,
@@ -189,30 +184,44 @@ class ImageSampler:
             solver=sampling.SOLVERS[self.args.sampling.solver],
             keep_graphs=keep_graphs,
         )
-        first, parts = 0, list[Trajectory]()
+        first = window[0] if shared and window else 0  # the steps before it are computed once for each group
         count = len(start) if len(start) > self.microbatch else None  # of one micro-batch there is nothing to count
-        name = f"step {step + 1}, sampling"
-        with self.policy.lora.use(self.adapter), phase(name, count, "images") as sampled:
-            if shared and window:  # the steps before the window are computed once for each group
-                first = window[0]
-                leaders, inverse = first_rows(batch.group)
-                states = []
-                for rows in leaders.split(self.microbatch):
-                    velocity = self._velocity(self.model, conditioning, rows)
-                    states.append(rollout(velocity, x=take_rows(start, rows), steps=range(first)).final)
-                start = take_rows(torch.cat(states), inverse)
+        parts = list[Trajectory]()
+        with self.policy.lora.use(self.adapter), phase(f"step {step + 1}, sampling", count, "images") as sampled:
+            if first:
+                start = self._shared_start(start, batch.group, conditioning, partial(rollout, steps=range(first)))
             for rows in torch.arange(len(start)).split(self.microbatch):
                 of_rows = partial(self._velocity, rows=rows, window=window, keep_graphs=keep_graphs)
-                velocity, trained = of_rows(self.model, conditioning, visited=visited), None
-                # off-policy: the guided velocity samples what the trained one is to learn from
-                if self.model is not self.policy:
-                    trained = of_rows(self.policy, own_conditioning)
-                own_noise = {i: take_rows(values, rows) for i, values in noise.items()}
-                steps = range(first, len(self.schedule))
-                part = rollout(velocity, x=take_rows(start, rows), noise=own_noise.__getitem__, steps=steps, trained=trained)
+                part = rollout(
+                    of_rows(self.model, conditioning, visited=visited),
+                    x=take_rows(start, rows),
+                    noise={i: take_rows(values, rows) for i, values in noise.items()}.__getitem__,
+                    steps=range(first, len(self.schedule)),
+                    # off-policy: the guided velocity samples what the trained one is to learn from
+                    trained=None if self.model is self.policy else of_rows(self.policy, own_conditioning),
+                )
                 sampled.advance(len(rows))
                 parts.append(part.to(torch.device("cpu")) if self.args.memory.offload_trajectories else part)
         return Trajectory.join(parts)
+
+    def _noise(self, batch: PromptBatch, step: int, window: list[int], shared: bool) -> tuple[Tensor, dict[int, Tensor]]:
+        """The noise (B, ...) that images start from, and that of each step of the window, on the device."""
+        draw = partial(sampling.batch_noise, self.latent_shape, batch, self.args.seed)
+        drawn = [draw("start", step, shared=shared), *(draw("step", step, i) for i in window)]
+        # copied before the first pass, since a copy waits for what a GPU computes
+        start, *noise = [tensor.to(self.policy.device, non_blocking=True) for tensor in drawn]
+        return start, dict(zip(window, noise, strict=True))
+
+    def _shared_start(
+        self, start: Tensor, group: Tensor, conditioning: Conditioning, rollout: Callable[..., Trajectory]
+    ) -> Tensor:
+        """The states (B, ...) before the window of images that start from the noise of their group: one rollout for each group."""
+        leaders, inverse = first_rows(group)
+        states = [
+            rollout(self._velocity(self.model, conditioning, rows), x=take_rows(start, rows)).final
+            for rows in leaders.split(self.microbatch)
+        ]
+        return take_rows(torch.cat(states), inverse)
 
     def _velocity(
         self,

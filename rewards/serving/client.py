@@ -78,6 +78,27 @@ class _Server:
     probe: asyncio.Task | None = None
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs of a call, of which each request has some rows."""
+
+    images: Tensor
+    prompts: list[str]
+    metadata: dict[str, list]
+    group: list[int] | None
+
+    @property
+    def sources(self) -> list | None:
+        """The images of each prompt; None if no prompt has any."""
+        return self.metadata[SOURCES] if has_sources(self.metadata) else None
+
+    @property
+    def columns(self) -> dict[str, list]:
+        """The metadata without the images of prompts."""
+        hidden = () if self.sources is None else (SOURCE, SOURCES)
+        return {name: column for name, column in self.metadata.items() if name not in hidden}
+
+
 class Remote:
     """A reward that `flow-grpo serve` runs on other machines, with the same values to the last bit.
 
@@ -193,56 +214,58 @@ class Remote:
         group: list[int] | None = None,
     ) -> Tensor:
         """Values (B,) of rows in chunks, each of which is one request. FlowGRPOError as of a call."""
-        sources = metadata[SOURCES] if has_sources(metadata) else None
-        columns = metadata if sources is None else {k: v for k, v in metadata.items() if k not in (SOURCE, SOURCES)}
-        values, call = torch.empty(len(prompts)), next(self._calls)
-
-        async def score(rows: list[int], server: _Server) -> Tensor:
-            stated = server.stated
-            assert stated
-            if sources is not None and self.encoding == "float" and not stated.source_tensors:
-                raise FlowGRPOError(
-                    f"{server.url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
-                )
-            read = stated.columns
-            sent = self._sendable(columns) if read is None else {k: v for k, v in columns.items() if k in read}
-            reads_sources = read is None or SOURCE in read or SOURCES in read
-            request = {
-                "reward": self.reward,
-                "prompts": [prompts[i] for i in rows],
-                "metadata": {name: [column[i] for i in rows] for name, column in sent.items()},
-                **({"sources": pack_sources([sources[i] for i in rows])} if sources is not None and reads_sources else {}),
-                **({} if group is None else {"group": [group[i] for i in rows]}),
-            }
-            return await self._post(server.url, images[rows], request)
-
-        async def work(number: int, rows: list[int]) -> None:
-            """Score a chunk by the server that is free first, or by the others if that fails."""
-            start = (call + number) % len(self.servers)
-            order, failures = self.servers[start:] + self.servers[:start], dict[_Server, list[NoResponse]]()
-            while True:
-                server = await self._free(order, failures)
-                own = failures.setdefault(server, [])
-                try:
-                    if own:
-                        await asyncio.sleep(pause_before(len(own), own[-1]))
-                    began = time.monotonic()
-                    values[rows] = await score(rows, server)
-                    server.failures, server.failure, server.answered = 0, "", time.monotonic()
-                    server.seconds = server.answered - began
-                    return
-                except NoResponse as error:
-                    own.append(error)
-                    server.failures += 1
-                    if not error.answered:
-                        server.failure = f"{server.url}: {error}"
-                        self._probe(server)
-                finally:
-                    server.running -= 1
-                    self._freed.set()
-
-        await gather([work(number, rows) for number, rows in enumerate(chunks)])
+        inputs, number = _Inputs(images, prompts, metadata, group), next(self._calls)
+        values = torch.empty(len(prompts))
+        scored = await gather([self._score_chunk(inputs, rows, number + i) for i, rows in enumerate(chunks)])
+        for rows, part in zip(chunks, scored, strict=True):
+            values[rows] = part
         return values
+
+    async def _score_chunk(self, inputs: _Inputs, rows: list[int], number: int) -> Tensor:
+        """The values of a chunk by the server that is free first, or by the others if that fails. The number says which is asked first."""
+        start = number % len(self.servers)
+        order, failures = self.servers[start:] + self.servers[:start], dict[_Server, list[NoResponse]]()
+        while True:
+            server = await self._free(order, failures)
+            own = failures.setdefault(server, [])
+            try:
+                if own:
+                    await asyncio.sleep(pause_before(len(own), own[-1]))
+                began = time.monotonic()
+                values = await self._post(server.url, inputs.images[rows], self._request(inputs, rows, server))
+                server.failures, server.failure, server.answered = 0, "", time.monotonic()
+                server.seconds = server.answered - began
+                return values
+            except NoResponse as error:
+                own.append(error)
+                server.failures += 1
+                if not error.answered:
+                    server.failure = f"{server.url}: {error}"
+                    self._probe(server)
+            finally:
+                server.running -= 1
+                self._freed.set()
+
+    def _request(self, inputs: _Inputs, rows: list[int], server: _Server) -> dict[str, Any]:
+        """The JSON of a request for these rows: what the server's reward reads."""
+        assert server.stated
+        read = server.stated.columns
+        if inputs.sources is not None and self.encoding == "float" and not server.stated.source_tensors:
+            raise FlowGRPOError(
+                f"{server.url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
+            )
+        columns = inputs.columns
+        sent = self._sendable(columns) if read is None else {k: v for k, v in columns.items() if k in read}
+        request: dict[str, Any] = {
+            "reward": self.reward,
+            "prompts": [inputs.prompts[i] for i in rows],
+            "metadata": {name: [column[i] for i in rows] for name, column in sent.items()},
+        }
+        if inputs.sources is not None and (read is None or {SOURCE, SOURCES} & set(read)):
+            request["sources"] = pack_sources([inputs.sources[i] for i in rows])
+        if inputs.group is not None:
+            request["group"] = [inputs.group[i] for i in rows]
+        return request
 
     async def _free(self, order: list[_Server], failures: dict[_Server, list[NoResponse]]) -> _Server:
         """Wait until the best server for a chunk can take it, and count it there. NoServer if all have failed `attempts` times.

@@ -237,7 +237,7 @@ def test_the_advantage_is_the_weighted_sum_of_the_rewards_against_the_group():
     assert experience.groups.tolist() == [0, 1, 2, 3]
     torch.testing.assert_close(experience.scores.total.double(), total.flatten(), rtol=1e-5, atol=1e-6)
     parts = torch.stack([2 * main, -30 * apart]).double()
-    parts = (parts - parts.mean(2, keepdim=True)).flatten(1)
+    parts = ((parts - parts.mean(2, keepdim=True)) / (spread + 1e-4)).flatten(1)
     products = parts @ parts.T
     assert {name: value for name, value in experience.metrics.items() if not name.startswith(MEASURED)} == pytest.approx(
         {
