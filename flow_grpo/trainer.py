@@ -1,4 +1,7 @@
-"""The loop: sample images, score them, compare them within their groups, update the policy."""
+"""The loop: sample images, score them, compare them within their groups, update the policy.
+
+CONTRIBUTING.md follows a step through the files.
+"""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -82,8 +85,8 @@ class FlowGRPOTrainer:
         Raises:
             Interrupted: after Ctrl-C or SIGTERM, with a checkpoint saved. A second Ctrl-C ends a command at once.
             PeerLost: another process of the run has failed or is gone.
-            FlowGRPOError: a reward failed, or the ratio check, or the gradient is not finite, with a checkpoint saved; or something
-                could not be written.
+            FlowGRPOError: a reward failed, or the ratio check, or the gradient is not finite; or something could not be written. A
+                checkpoint is saved, unless weights have changed within the step or are sharded.
         """
         self.processes.stop_requested = False
         with (

@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# The metric of an objective with a ratio, by which the update checks that it is 1 and `auto` clip ranges are set: |ratio - 1| of n rows.
+# A metric of objectives with a ratio: |ratio - 1| of each row; what is reported is the largest. The update checks that it is 0 before
+# the first update, and `auto` clip ranges are set by it.
 RATIO_DEVIATION = "ratio/max_deviation"
 
 
@@ -131,7 +132,7 @@ class ImageMoves:
     tried: Bool[Tensor, " B"]  # on the CPU, as is `moved`
     moved: Bool[Tensor, " B"]
     away: Float[Tensor, "B *latent"] | None = None  # of opsd, to the image that was moved against the gradient
-    v_old: Float[Tensor, "B *latent"] | None = None  # of opsd, the velocity of the rollout
+    v_old: Float[Tensor, "B *latent"] | None = None  # of opsd, velocity of the slowly moving copy, which sampled the images
 
     @property
     def _given(self) -> dict[str, Tensor]:
@@ -265,7 +266,7 @@ class GradientState:
     factor: float  # derivative of the endpoint by the velocity
     target: Float[Tensor, "n *latent"] | None = None  # velocity that leads to the moved image
     away: Float[Tensor, "n *latent"] | None = None  # of opsd, velocity that leads to the image moved against the gradient
-    v_old: Float[Tensor, "n *latent"] | None = None  # of opsd, velocity of the slowly moving copy
+    v_old: Float[Tensor, "n *latent"] | None = None  # of opsd, velocity of the slowly moving copy, which sampled the images
 
 
 @dataclass(frozen=True)

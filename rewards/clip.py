@@ -191,9 +191,6 @@ def _register() -> None:
         open_clip.add_model_config(registry)
 
 
-_register()
-
-
 class LeastDistance(torch.nn.Module):
     """Cosine distance of an image's open_clip embedding to that of the nearest other image of its group.
 
@@ -312,3 +309,6 @@ class Aesthetic(nn.Module):
     def forward(self, images: Tensor, prompts: list[str]) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,)."""
         return in_batches(lambda images, _: self.head(self.embed.encode_images(images)), images, prompts, self.batch_size)
+
+
+_register()

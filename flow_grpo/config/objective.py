@@ -35,10 +35,10 @@ class Needs:
         old_policy: it needs an adapter that slowly follows the trained one.
         critic: its advantages come from a critic.
         group_mean: it needs the mean over a group's images of its `group_statistic`.
-        reward_gradient: it trains by gradients of rewards, and not by advantages.
+        reward_gradient: it trains by gradients of rewards. It does not use advantages, unless `moves` is both_ways.
         anchors: it trains towards its anchors alone.
-        moves: it trains on images that are moved by the reward's gradient, and not by the gradient itself: along it if that is better,
-            or both along and against it, weighed by advantages.
+        moves: it trains on images that are moved by the reward's gradient: along it if that is better, or both along and against it,
+            weighed by advantages.
     """
 
     ratio: bool = False
@@ -189,7 +189,7 @@ OBJECTIVES: dict[str, type[Objective]] = {}  # by name; config/objective_by_name
 
 
 class OwnFunction(Objective):
-    """The settings of a user's own function of either family."""
+    """The settings of a user's own function, which is stepwise or forward-process; none is by the gradient of rewards."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of your own function."""

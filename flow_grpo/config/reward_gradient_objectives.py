@@ -34,7 +34,10 @@ Draw = Callable[[list[float], int], list[int]]
 
 
 class RewardGradient(Objective):
-    """An objective on the gradient of differentiable rewards at the end of an ODE rollout, of which the loss is linear in the velocity."""
+    """An objective on the gradient of differentiable rewards at the end of an ODE rollout.
+
+    Its loss is linear in the velocity, unless it moves images: `MovedImages` have losses of their own.
+    """
 
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True)
     FURTHER_DECODES: ClassVar[tuple[int, int]] = (0, 0)  # of moved images: with a gradient, and without

@@ -35,7 +35,6 @@ MAX_ERROR_LENGTH = 400  # of another library's error, in characters
 SCALED = re.compile(r"(scale_weight|weight_scale|scaled_fp8|weight_scale_2)$")  # of tensors in fp8 files of other programs
 SHARD = r"(?:-\d+-of-\d+)?"
 WEIGHT_FILE = re.compile(rf"(?:diffusion_pytorch_model|model){SHARD}(?:\.(?P<variant>\w+?))?{SHARD}\.safetensors")
-# by safetensors' names
 
 
 def expert_weights(component: str) -> str:

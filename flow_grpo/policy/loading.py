@@ -212,7 +212,7 @@ def _same_velocity(guided: FlowPipeline, unguided: FlowPipeline) -> bool:
 
 @torch.no_grad()
 def check_size(model: FlowPipeline, height: int | None, width: int | None) -> None:
-    """Generate an image in one step without its noise being removed. FlowGRPOError if that fails or has another size.
+    """Compute one velocity and decode a latent of zeros. FlowGRPOError if that fails or the image has another size.
 
     Args:
         height, width: as the pipeline is called, None for its own size.

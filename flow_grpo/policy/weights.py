@@ -181,7 +181,7 @@ def damaged_file(folder: Path, name: str | None = None) -> Path | None:
 def check_shapes(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise FlowGRPOError if a checkpoint's tensors have other names or shapes than the expected ones."""
     if {name: value.shape for name, value in state.items()} != {name: value.shape for name, value in expected.items()}:
-        raise FlowGRPOError("the checkpoint's adapter has other modules or another rank than the config asks for.")
+        raise FlowGRPOError("the checkpoint's weights have other names or shapes than the config asks for.")
 
 
 def fully_shard_blocks(

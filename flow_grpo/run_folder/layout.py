@@ -21,7 +21,7 @@
       report.html                     the report
       profile/                        a trace and a summary, with train --profile (tracking/profiler.py)
       export/                         what `push_to_hub` uploads
-      .lock, .owner.json              which process trains here (lock.py)
+      .lock, .owner.json              which process trains here (opening.py)
 
 An export has the run's config.yaml too, and flow_grpo.json with the list of its files.
 """

@@ -94,7 +94,7 @@ class GroupAdvantages(Comparer):
         return Comparison(advantage, scored, has_loss, metrics)
 
     def row_masks(self, batch: PromptBatch, scores: Scores) -> tuple[Tensor, Tensor]:
-        """`scored` and `informative` (B,), as of `Comparison`."""
+        """Masks (B,): rows whose group is scored in full, and of these the rows whose group's rewards differ."""
         scored = scored_rows(scores.total, batch.group)
         compared, _ = self.compared_rewards(batch, scores.by_name)
         return scored, scored & advantages.has_signal(compared.nan_to_num(), batch.group)

@@ -2,7 +2,8 @@
 
 A check takes what is known of the run. It raises FlowGRPOError, one sentence, where the run can't start, and returns sentences where it
 can, but the user should know something. A run makes the checks of each part as soon as it is loaded, so that a wrong setting is found
-before a model is. `--dry-run` makes them with what needs no weights; `doctor` shows each.
+before a model is. `--dry-run` makes them with what needs no weights, those of the part `rewards` for one reward at a time: there a check
+can't compare two rewards. `doctor` shows what each found, once all have passed.
 """
 
 import importlib.util
