@@ -124,9 +124,10 @@ def shares(
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, "R R"]]:
     """The part of each of R rewards in the advantage: its share of it, and the correlations of the rewards.
 
-    A share is the part of the variance within groups that comes with the reward, where each group counts as much as in the advantage:
-    they sum to 1, and one below 0 means that the others outvote it. Rewards without any spread have share 0 and correlation 0 with the
-    others. Of `rank`, whose parts do not add up, and of a user's function, they are those of `grpo` and of `dr_grpo`.
+    A share is the reward's contribution to the variance within groups, where each group counts as much as in the advantage. Shares sum
+    to 1; one is below 0 if its reward works against the sum. Rewards without any spread have share 0 and correlation 0 with the
+    others. For `rank`, whose parts do not add up, they are those of `grpo`; for a
+    user's function, those of `dr_grpo`.
     """
     _, group, size = group.unique(return_inverse=True, return_counts=True)
     reward = reward.double()  # rewards that cancel each other do so to the last bit

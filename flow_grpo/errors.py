@@ -1,17 +1,17 @@
-"""The errors that a user can mend, and those that go away by themselves."""
+"""The errors that a user can fix, and those that go away by themselves."""
 
 import errno
 
 from flow_grpo.text import visible
 
-# Exit statuses: what the user must mend; what a retry may mend, EX_TEMPFAIL of sysexits.h; a process that ends because of another
+# Exit statuses: what the user must fix; what a retry may fix, EX_TEMPFAIL of sysexits.h; a process that ends because of another
 # one of its run; Ctrl-C, as a shell's
 USER_ERROR, TEMPORARY, PEER_LOST, INTERRUPTED = 2, 75, 76, 130
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have space later
 
 
 class FlowGRPOError(ValueError):
-    """Something that the user can mend, said in one sentence: a setting, a file, a reward.
+    """Something that the user can fix, said in one sentence: a setting, a file, a reward.
 
     The command line prints the sentence alone. Any other exception is a bug, or comes from a library, and keeps its traceback.
     """
@@ -23,7 +23,7 @@ class FlowGRPOError(ValueError):
 
 
 class RetryableError(FlowGRPOError):
-    """An error that may not come again with the same command: a reward server is down, a hub can't be reached, a folder is in use."""
+    """An error that may not happen again with the same command: a reward server is down, a hub can't be reached, a folder is in use."""
 
 
 class Interrupted(Exception):

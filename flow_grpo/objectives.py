@@ -172,7 +172,7 @@ def crd(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
     that of `-2 advantage_max (Z - mean Z) r`. Runs of this package depart from the published ones in these:
         - the images' sampler is the trained adapter, as it is for the first 75 steps there, not a second moving average;
         - the KL to the guided base model, weighted by Z, is no part of this function;
-        - noise and noise levels as of `nft`.
+        - noise and noise levels as in `nft`.
     """
     assert image.group_mean is not None
     residual = crd_residual(image, advantage, beta, advantage_max)

@@ -2,7 +2,7 @@
 
 Every random number comes from `noise(shape, seed, name, ...)`, seeded by a hash of (run seed, training step, prompt, image, ...). So
 neither the micro-batch nor the number of processes changes an image, and a resumed run needs no replay. torch's CPU generator uses 32
-bits of a seed: of n noises about n^2 / 2^33 equal another one, some 20 of 400,000.
+bits of a seed: among n noises expect n^2 / 2^33 equal ones, some 20 of 400,000.
 """
 
 import hashlib

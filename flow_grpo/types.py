@@ -105,7 +105,7 @@ class StochasticSteps:
 
 @dataclass(frozen=True)
 class ReplayedTransition:
-    """A stochastic step of n rows by the policy as it is now, with the gradient if it was computed with one."""
+    """A stochastic step of n rows under the current policy, with the gradient if it was computed with one."""
 
     v: Float[Tensor, "n *state"]
     mean: Float[Tensor, "n *state"]
@@ -141,7 +141,7 @@ class ImageMoves:
 
     @staticmethod
     def join(parts: "Sequence[ImageMoves]") -> "ImageMoves | None":
-        """The moves of several batches as one; None of none."""
+        """The moves of several batches as one; None for an empty list."""
         if not parts:
             return None
         return ImageMoves(**{name: torch.cat([part._given[name] for part in parts]) for name in parts[0]._given})
@@ -159,7 +159,7 @@ class GradientStates:
     factor: list[float]  # K derivatives of the endpoint by the velocity at the state
     endpoint: list[int]  # K, the endpoint of each state
     gradient: dict[str, Float[Tensor, "B E *latent"]]  # of each trained reward at each endpoint
-    # by which the reward falls on a short step against its gradient, if that was measured
+    # how much the reward falls on a short step against its gradient, if that was measured
     fall: dict[str, Float[Tensor, "B E"]]
     moves: "ImageMoves | None" = None
 

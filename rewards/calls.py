@@ -108,7 +108,7 @@ def call_reward(
             f"reward {name} sees the images of a prompt together, but there is one of {prompts[single][:MAX_PROMPT_LENGTH]!r}: "
             "give it two or more."
         )
-    if hasattr(reward, "score_groups"):  # it passes whole groups on
+    if hasattr(reward, "score_groups"):  # it scores several groups in one call
         group_of_row = {row: i for i, rows in enumerate(members) for row in rows}
         return _call(name, partial(reward.score_groups, [group_of_row[row] for row in range(len(prompts))]), batch)
     if scope == scopes.PAIR:

@@ -98,7 +98,7 @@ class CLIP(torch.nn.Module):
     model="ViT-B-16-SigLIP2", pretrained="webli" (Apache-2.0, 1.5 GB); pretrained may be a local checkpoint file. Memory: the
     weights in float32. Gamed by images that write the prompt out as text.
 
-    A column `output_caption` of the prompts, as of Emu Edit's test set (arXiv 2311.10089), describes an edited image and is
+    A column `output_caption` of the prompts, as in Emu Edit's test set (arXiv 2311.10089), describes an edited image and is
     compared in place of the prompt, which says only what to change.
     """
 
@@ -195,7 +195,7 @@ class LeastDistance(torch.nn.Module):
     """Cosine distance of an image's open_clip embedding to that of the nearest other image of its group.
 
     Range [0, 2], 0 for an image that is there twice. It is the d of GARDO (arXiv 2512.24138), which took DINOv3. Weights: the embedded
-    model (3 MB), which knows coloured signs only; model and pretrained as of `clip`. Gamed by noise, as every measure of diversity: give
+    model (3 MB), which knows coloured signs only; model and pretrained as in `clip`. Gamed by noise, as every measure of diversity: give
     it weight 0.
     """
 

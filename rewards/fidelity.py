@@ -19,7 +19,7 @@ class Fidelity(torch.nn.Module):
     change is asked for, leaves that part out: it is grey in both images. Without masks the whole image counts, so that the reward
     pulls against the edit: give it less weight than what rewards the edit.
 
-    Weights: the embedded model (3 MB), which knows coloured signs only; model and pretrained as of `clip`, for real images for
+    Weights: the embedded model (3 MB), which knows coloured signs only; model and pretrained as in `clip`, for real images for
     instance model="ViT-L-14", pretrained="openai" (MIT, 1.7 GB). Gamed by changes that the model does not see: small, or of texture.
     """
 
@@ -48,7 +48,7 @@ class Unchanged:
     """How much of its source an image keeps, pixel by pixel, outside the asked change: half SSIM, half PSNR over 40 dB, which counts up to
     40 (CoCoEdit, arXiv 2602.14068).
 
-    Range [-0.5, 1], 1 for an unchanged image. The prompt's metadata `mask` is as of `Fidelity`; without one, the whole image counts, and
+    Range [-0.5, 1], 1 for an unchanged image. The prompt's metadata `mask` is as in `Fidelity`; without one, the whole image counts, and
     the reward pulls against the edit. SSIM (Wang et al., 2004) has a Gaussian window of 11 pixels, sigma 1.5, and is the mean over
     pixels and colours. No weights. It has a gradient. Gamed by an image that is not edited: give it less weight than what rewards the
     edit.

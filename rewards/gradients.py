@@ -20,7 +20,7 @@ RHO = 1e-2  # the best of .1, .01 and .001 in RSA-FT
 
 
 class NoGradient(FlowGRPOError):
-    """A reward has no gradient, so that no call of it can have one."""
+    """A reward has no gradient, whatever it is called with."""
 
 
 class RewardGradient(NamedTuple):
@@ -29,7 +29,7 @@ class RewardGradient(NamedTuple):
     Attributes:
         value: (B,) float32 on the CPU.
         gradient: of each value with respect to its image, of the images' shape, dtype and device.
-        fall: (B,), by which what is maximised falls on the step of `against`; its mean is S1. None if that was not asked for.
+        fall: (B,), how much the maximised value falls on the step of `against`; its mean is S1. None if not asked for.
     """
 
     value: Tensor
@@ -46,11 +46,11 @@ def without_gradient(images: Tensor, rho: float | Tensor) -> RewardGradient:
 def reward_gradient(
     name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: dict[str, Any], rho: float | Tensor = 0.0
 ) -> RewardGradient:
-    """The values of a differentiable reward and their gradients, by one call and one backward pass; values may be NaN, as of `call_reward`.
+    """The values of a differentiable reward and their gradients, by one call and one backward pass; values may be NaN, as in `call_reward`.
 
     Args:
         images: (B, 3, H, W) or videos (B, F, 3, H, W) in [0, 1].
-        rho: if it is not 0, the gradient of the flattened reward (`gradients.smoothed`), by two of each.
+        rho: if it is not 0, the gradient is that of the flattened reward (`gradients.smoothed`), by two calls and backward passes.
 
     Raises:
         FlowGRPOError: the reward raised, offers no gradient (NoGradient), or has one that is not finite where its value is.

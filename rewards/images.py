@@ -221,7 +221,7 @@ def read_image_file(source: Path | bytes, name: str | None = None) -> ImageFile:
 
 
 def open_header(source: Path | bytes, name: str) -> Image.Image:
-    """Open a file without decoding its pixels. FlowGRPOError as of `read_image_file`."""
+    """Open a file without decoding its pixels. FlowGRPOError as in `read_image_file`."""
     content = regular_content(source, name) if isinstance(source, Path) else source
     try:
         with _opening, warnings.catch_warnings():

@@ -156,7 +156,7 @@ class Judge:
         return sums[0] / sums[1]
 
     def compare(self, first: torch.Tensor, second: torch.Tensor, prompts: list[str], **metadata: Any) -> torch.Tensor:
-        """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. FlowGRPOError as of `score`."""
+        """Two times (n, 3, H, W) in [0, 1]; returns (n,), how sure it is that the first is better. FlowGRPOError as in `score`."""
         question = self.question or (EDIT_PAIR_QUESTION if has_sources(metadata) else PAIR_QUESTION)
         pairs = [to_pil(torch.stack(pair)) for pair in zip(first, second, strict=True)]
         return self._ask(pairs, prompts, metadata, question, self._read_pair)
@@ -254,7 +254,7 @@ def _readable(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def echo(response: httpx.Response, prompt: str) -> float:
-    """The mean log-probability of the prompt's tokens, the last ones that the model has read. InvalidResponse if they are not there."""
+    """The mean log-probability of the prompt's tokens, which end what the model has read. InvalidResponse if they are not there."""
     total, text, count = 0.0, "", 0
     try:
         for position in reversed(response.json()["prompt_logprobs"]):
@@ -326,7 +326,7 @@ def parse_number(text: str, low: float, high: float) -> float:
         numbers.append(float(match[0]))
         rest = rest[match.end() :]
         if out_of := OUT_OF.match(rest):
-            numbers += [] if float(out_of[1]) == high else [math.nan]  # 5/5 is no 5 of 10
+            numbers += [] if float(out_of[1]) == high else [math.nan]  # 5/5 does not mean 5 of 10
             rest = rest[out_of.end() :]
     if len(set(numbers)) != 1 or not low <= numbers[0] <= high:
         raise FlowGRPOError("not one number in the range")

@@ -101,7 +101,10 @@ PREPARED = {"do_resize": False, "do_rescale": False, "do_normalize": False}
 
 
 def prepared(images: Tensor, size: list[int], processor: Any) -> Tensor:
-    """Images (B, 3, H, W) in [0, 1], resized and normalised with an image processor's numbers, in their own dtype: it has float32 alone."""
+    """Images (B, 3, H, W) in [0, 1], resized and normalised with an image processor's numbers.
+
+    They keep their dtype; the processor itself makes float32 only.
+    """
     return pixels.normalize(resized(images, size), processor.image_mean, processor.image_std)
 
 

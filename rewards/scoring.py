@@ -109,7 +109,7 @@ class WeightedSum:
             check_differentiable(name, self.rewards[name])
 
     def row_weights(self, metadata: dict[str, list]) -> Tensor | None:
-        """The weight (B, R) of each trained reward for each image, if prompt sets name rewards. FlowGRPOError as of `row_weights`."""
+        """The weight (B, R) of each trained reward for each image, if prompt sets name rewards. FlowGRPOError as in `row_weights`."""
         return row_weights(metadata.get(REWARDS_COLUMN), self.trained_weights, self.names)
 
     @property

@@ -108,7 +108,7 @@ def without_library_messages(command: Callable[Arguments, Result]) -> Callable[A
 
 @contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print an error that the user can mend as one sentence, our own or of a path that can't be used, and exit.
+    """Print an error that the user can fix as one sentence, our own or of a path that can't be used, and exit.
 
     The status is USER_ERROR, or TEMPORARY if the same command may succeed later.
     Other errors are bugs, of ours or of a library, and keep their traceback.

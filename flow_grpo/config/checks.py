@@ -149,7 +149,7 @@ def check_prompt_sets(args: RunSettings) -> None:
 
 
 def check_teachers(args: RunSettings) -> None:
-    """Raise FlowGRPOError if a teacher is missing, or of a prompt set that the run has not."""
+    """Raise FlowGRPOError if a teacher is missing, or names a prompt set that the run does not have."""
     if args.objective.needs.anchors and not args.objective.anchors:
         raise FlowGRPOError(
             f"objective {args.objective.name} learns from its anchors: give it one, such as {{to: teacher, lora: edits.safetensors, "

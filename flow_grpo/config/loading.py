@@ -83,7 +83,7 @@ def read_text(file: Path, limit: int = MAX_BYTES) -> str:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file. FlowGRPOError as of `read_text`, or if it is not JSON or nested too deeply."""
+    """The content of a JSON file. FlowGRPOError as in `read_text`, or if it is not JSON or nested too deeply."""
     try:
         return json.loads(read_text(file))
     except RecursionError:
@@ -95,7 +95,7 @@ def read_json(file: Path) -> Any:
 
 
 def read_yaml(file: Path) -> Any:
-    """The content of a YAML file, as `parse_yaml`. FlowGRPOError as there, or as of `read_text`."""
+    """The content of a YAML file, as `parse_yaml`. FlowGRPOError as there, or as in `read_text`."""
     return parse_yaml(read_text(file), str(file))
 
 

@@ -143,7 +143,7 @@ class Objective(ConfigSection):
         raise NotImplementedError
 
     def check_steps(self, sampling_steps: int) -> None:
-        """Raise FlowGRPOError if a setting does not fit a rollout of so many sampling steps."""
+        """Raise FlowGRPOError if a setting does not fit a rollout of `sampling_steps` steps."""
 
     @property
     def has_auto_clip(self) -> bool:

@@ -41,7 +41,7 @@ def readers(setting: str) -> list[str]:
 
 
 def read_objective(values: Any) -> Any:
-    """The objective that is named in a mapping. What is no mapping is returned as it is, for pydantic to judge.
+    """The objective that is named in a mapping. Anything else is returned unchanged; pydantic reports it.
 
     Raises:
         FlowGRPOError: the objective does not read one of the settings, or has no such setting, or there is no such objective.

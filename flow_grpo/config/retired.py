@@ -140,7 +140,7 @@ DEFAULTS = {key: Stepwise.model_fields[key].get_default() for key in MOVED} | {"
 
 
 def move_to_objective(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings with those of `sampling` that 0.5 has in stepwise objectives in that place, in stages too.
+    """Move the settings of `sampling` that 0.5 has in stepwise objectives, in stages too. Returns all settings.
 
     Defaults are left out. A forward-process objective had the transition `ode`, and a user's own function was of final latents with it.
     """

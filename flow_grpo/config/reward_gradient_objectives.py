@@ -46,7 +46,7 @@ class RewardGradient(Objective):
     """Weight of the KL to the base model, the squared distance of the velocities at the trained states."""
     smoothing: Annotated[float, Field(ge=0, le=1)] = 0.01
     """The reward's gradient is taken at the lowest point within this distance of the image, by one step (RSA-FT, arXiv 2603.21175): it
-    follows no narrow peak, which rewards are hacked by. It costs a further pass of the rewards, and reports S1. 0 is none."""
+    avoids narrow peaks, where rewards are hacked. It costs a further pass of the rewards, and reports S1. 0 turns it off."""
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
         """The states that a training step trains, the same for all its images.

@@ -213,7 +213,7 @@ def _with_pairs(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
 
 
 def _with_objective_of(former: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """The `former` settings with only those of their objective that the objective of the `chosen` settings reads."""
+    """The `former` settings, without those of their objective that the objective of `chosen` does not read."""
     old, new = former.get("objective") or {}, chosen.get("objective") or {}
     new = {"name": new} if isinstance(new, str) else new
     if not isinstance(old, dict) or not isinstance(new, dict):

@@ -54,7 +54,7 @@ PathText = Annotated[str, AfterValidator(path_text)]
 
 
 class ConfigSection(BaseModel):
-    """A part of the config. No setting is unknown, and every number is finite, in fields that take anything as well."""
+    """A part of the config. Unknown settings are refused, and so are numbers that are not finite, also in fields of any type."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -213,7 +213,7 @@ class PromptSetConfig(ConfigSection):
     weight: PositiveFloat = 1.0
     """How often training samples a prompt of this set, against the weights of the others."""
     rewards: dict[str, float | None] | list[str] | None = None
-    """The rewards of its images, of those in the run's `rewards`: their names, or a weight for each; by default all."""
+    """Which of the run's `rewards` score its images: their names, or a weight for each; by default all."""
 
     @property
     def label(self) -> str:
@@ -230,7 +230,7 @@ FROM_PYTHON = "(given from Python)"  # in a run's config, instead of prompts tha
 Prompts = (
     Annotated[
         Annotated[PathText, Tag("str")] | Annotated[list[PromptSet], Tag("list")],
-        Discriminator(  # so that an error is that of the type that is meant
+        Discriminator(  # so that an error is about the type that is meant
             lambda value: type(value).__name__,
             custom_error_type="prompts",
             custom_error_message="it should be a file or a list of prompt sets",
@@ -280,8 +280,8 @@ class MemoryConfig(ConfigSection):
     offload: Literal["groups"] | None = None
     """The blocks' base weights are in the CPU's memory and are copied to the GPU for each call. Set `gradient_checkpointing` too."""
     shard: Literal["fsdp2", "hsdp"] | None = None
-    """Shards of the weights under a LoRA, or of all of full fine-tuning: `fsdp2` or true, over all processes; `hsdp`, over those of each
-    machine, which has all weights, so that gradients alone go between machines (hybrid sharding)."""
+    """Shards of the weights under a LoRA, or all weights in full fine-tuning: `fsdp2` or true, over all processes; `hsdp`, over those of
+    each machine, which then has all weights, so that machines exchange gradients only (hybrid sharding)."""
     compile: bool = False
     """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
     offload_trajectories: bool = False

@@ -35,7 +35,7 @@ class RunSettings(ConfigSection):
     model: PathText = "tiny"
     """A diffusers folder, a hub id, or the name of a shipped model."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the base weights and of autocast; `auto` is bf16 where the device is faster in it, else fp32. LoRA: float32."""
+    """Dtype of the base weights and of autocast; `auto` is bf16 where the device is faster in it, else fp32. A LoRA is always float32."""
     height: Pixels | None = None
     """Height of the images in pixels; the pipeline's own if not given."""
     width: Pixels | None = None
@@ -75,8 +75,8 @@ class RunSettings(ConfigSection):
     optimizer: OptimizerConfig = OptimizerConfig()
     memory: MemoryConfig = MemoryConfig()
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of the moving average of the adapter that is evaluated and saved; 0 is none. At step s it is at most (1 + s) / (10 + s), so
-    that a short run's average follows: 0.9 is reached at step 80."""
+    """Decay of the moving average of the adapter that is evaluated and saved; 0 turns it off. At step s it is at most (1 + s) / (10 + s),
+    so that a short run's average follows: 0.9 is reached at step 80."""
     ema_every: PositiveInt = 1
     """Optimizer steps between two updates of that moving average."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -96,7 +96,7 @@ class RunSettings(ConfigSection):
     """Torch device; the accelerator if there is one, else the CPU."""
     trackers: dict[str, dict[str, Any]] = Field(default={"tensorboard": {}})
     """Tracking services that receive the metrics, through accelerate: tensorboard (its files in RUN/tensorboard), wandb, mlflow, trackio,
-    swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] is none."""
+    swanlab. A list of them, or each with arguments of its own, {wandb: {project: signs, entity: me}}; [] for none."""
 
     @field_validator("objective", mode="before")
     @classmethod

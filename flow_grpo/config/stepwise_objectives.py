@@ -63,7 +63,7 @@ class WindowConfig(ConfigSection):
     """The last step that may be trained; by default the last but one, since the step to sigma 0 may have no noise to learn from."""
 
     def last_of(self, sampling_steps: int) -> int:
-        """The last step that may be trained, of so many sampling steps."""
+        """The last step that may be trained, of `sampling_steps`."""
         return sampling_steps - 2 if self.last_step is None else self.last_step
 
 

@@ -44,8 +44,8 @@ class Processes:
         stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
     """
 
-    current: "Processes | None" = None  # those that this process has met, until it leaves them
-    has_left = False  # whether this process has left them
+    current: "Processes | None" = None  # the group that this process has joined, until it leaves it
+    has_left = False  # whether this process has left it
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
@@ -73,7 +73,7 @@ class Processes:
     def meet(cls) -> "Processes":
         """Meet the processes that the launcher's environment names, before anything can fail on one machine alone.
 
-        They can do no more yet than end `together`. `from_environment` goes on with them.
+        Until `from_environment`, which goes on with them, they can only be ended `together`.
 
         Raises:
             FlowGRPOError: they don't meet, or the environment names none.

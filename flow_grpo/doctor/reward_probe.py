@@ -150,7 +150,7 @@ class RewardStats:
 
 
 def score_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardStats:
-    """Score the images by one call. FlowGRPOError as of `rewards.call_reward`."""
+    """Score the images by one call. FlowGRPOError as in `rewards.call_reward`."""
     started = time.perf_counter()
     values = rewards.call_reward(name, reward, inputs.images, inputs.prompts, inputs.columns)
     seconds = (time.perf_counter() - started) / len(inputs.prompts)
@@ -158,7 +158,7 @@ def score_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> Rewar
 
 
 def measure(name: str, reward: rewards.Reward, inputs: RewardInputs, variants: dict[str, RewardInputs]) -> RewardStats:
-    """Score the images and their variants, and the images again. FlowGRPOError as of `rewards.call_reward`."""
+    """Score the images and their variants, and the images again. FlowGRPOError as in `rewards.call_reward`."""
     score_once(name, reward, inputs.take(rows_by_group(inputs.prompts)[0]))  # which loads what the reward needs
     # a reward may keep what it found in the images of its last call: the timed one is the first on all, and the second one on a copy
     first = score_once(name, reward, inputs)

@@ -48,7 +48,7 @@ def step_reward_variance(
     Uses prompts_per_step prompts with images_per_prompt images, the same for all steps, transitions and noise levels.
 
     Args:
-        processes: as of `ImageSampler`.
+        processes: as in `ImageSampler`.
 
     Raises:
         FlowGRPOError: no prompt's images could all be scored.

@@ -34,7 +34,8 @@ class Evaluator:
         settings: the section `evaluation` of the config.
         prompts: the held-out ones; None means that nothing is evaluated.
         rewards: those that are trained on, and with weight 0 those that are only measured.
-        processes: those that share an evaluation; the main one writes. `Interrupted` leaves an evaluation if they are asked to stop.
+        processes: those that share an evaluation; the main one writes. If they are asked to stop, an evaluation raises
+            `Interrupted`.
         folder, model: of the run, for what is kept.
         last_step: of the run.
 

@@ -40,7 +40,7 @@ class RewardInputs:
         return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], columns)
 
     def score(self, name: str, reward: rewards.Reward) -> Tensor:
-        """Values (B,). FlowGRPOError as of `rewards.score`."""
+        """Values (B,). FlowGRPOError as in `rewards.score`."""
         return rewards.score(name, reward, self.images, self.prompts, **self.columns)
 
 
@@ -59,7 +59,7 @@ def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) ->
     try:
         together, again = (group.take(rows).score(name, reward) for _ in range(2))
         alone = torch.cat([group.take([i]).score(name, reward) for i in rows])
-    except FlowGRPOError:  # those who scored all images have told of it
+    except FlowGRPOError:  # whoever scores all images reports it
         return False
     both = torch.cat([together, alone])
     noise, std, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
@@ -77,7 +77,7 @@ def group_dependence_warnings(
 
     Args:
         images: held-out images by their prompt's index in `prompts`.
-        should_stop: `Interrupted` leaves the check if it returns True.
+        should_stop: the check raises `Interrupted` once it returns True.
     """
     indices = list(images)[:NUM_IMAGES]
     batch = prompts.take(indices, 1)

@@ -276,7 +276,7 @@ class _Cast(TorchFunctionMode):
 
 
 def load_for_plan(name: str, dtype: torch.dtype, cuda: bool) -> tuple[DiffusionPipeline, str]:
-    """The pipeline of a model without its weights, and a sentence if its config files are the package's; arguments as of
+    """The pipeline of a model without its weights, and a sentence if its config files are the package's; arguments as in
     `load_meta_pipeline`.
 
     Raises:

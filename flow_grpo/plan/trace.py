@@ -150,7 +150,7 @@ class ModelTrace:
         return counters
 
     def _count_decoder_gradient(self, rows: int, counter: Any) -> None:
-        """One backward pass through the decoder for each slice of `rows`, as of `decode_vjp`."""
+        """One backward pass through the decoder for each slice of `rows`, as in `decode_vjp`."""
         pipe, size = self.policy.pipe, 1 if self.args.memory.vae_slicing else rows
         for _ in range(rows // size):
             with frozen_decoder(pipe), pipe.vae.counting(counter, True):

@@ -58,7 +58,7 @@ def default_dtype(device: str) -> torch.dtype:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of a GPU, or of the CPU if the system tells it."""
+    """The name of a GPU, or of the CPU if the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -104,7 +104,7 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     It is measured once in a process. Another program that used the device then would make the speed of one run too small. Where no
     memory is left to measure it, it is that of earlier runs, or 0.
     """
-    # earlier versions kept, without this word, what a GPU but the first seemed to do when they did not wait for it
+    # earlier versions did not wait for GPUs other than the first: the word leaves out what they kept
     how = ", synchronized" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
     key = f"{device_name(device)}{how}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
     speed = known = _read_cache().get(key, 0.0)
@@ -161,7 +161,7 @@ def _read_cache() -> dict[str, float]:
     try:
         content = json.loads(expanded(CACHE).read_text(encoding="utf-8"))
         return {str(name): float(number) for name, number in content.items()}
-    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured anew
+    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured again
         return {}
 
 

@@ -236,11 +236,11 @@ class EmbeddingCache:
         self._limit = MAX_IN_MEMORY
 
     def make_room(self, count: int) -> None:
-        """Keep at least so many entries in memory."""
+        """Keep at least `count` entries in memory."""
         self._limit = max(self._limit, count)
 
     def get(self, prompt: str) -> Any:
-        """The outputs of a prompt, or None, also if the file is damaged: a single other bit is seen."""
+        """The outputs of a prompt, or None, also if the file is damaged: a checksum finds even one flipped bit."""
         key = prompt_key(prompt)
         if key in self._in_memory:
             self._in_memory.move_to_end(key)

@@ -60,7 +60,7 @@ def single_file(name: str) -> Path | None:
 
 
 def resolve_model(name: str) -> str:
-    """The folder or hub id of a model, of a single file its folder. FlowGRPOError if there is none, or the hub has no such model."""
+    """The folder or hub id of a model; for a single file, its folder. FlowGRPOError if there is none, or the hub has no such model."""
     if name in BUNDLED_MODELS:
         return str(BUNDLED_MODELS[name])
     folder = expanded(name)
@@ -243,7 +243,7 @@ def check_weight_files(folder: str | Path, left_out: Collection[str] = (), file:
 
     Args:
         left_out: parts that will not be loaded.
-        file: whose weights replace the transformer's.
+        file: a single file, whose weights replace the transformer's.
 
     Raises:
         FlowGRPOError: one of them could not be loaded, or its files lack tensors, which would then be random.

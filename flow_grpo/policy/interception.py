@@ -167,7 +167,7 @@ def rows_agree(both: Tensor, first: Tensor, second: Tensor) -> bool:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Context in which transformers are not compiled, for calls that come once or twice."""
+    """Context in which transformers are not compiled, for calls that are made once or twice."""
     with torch.compiler.set_stance("force_eager"):
         yield
 

@@ -103,7 +103,7 @@ def _in_dtype(pipe: DiffusionPipeline, dtype: str, memory: MemoryConfig) -> Diff
 
 
 def _source(model: str) -> str:
-    """The folder or hub id of a model. Of one on the hub the index is downloaded, with which come the commit and the pipeline's class."""
+    """The folder or hub id of a model. On the hub, its index is downloaded, which tells the commit and the pipeline's class."""
     source = hub.resolve_model(model)
     if not Path(source).is_dir():
         with load_errors(model):
@@ -189,7 +189,7 @@ def add_trainable_weights(policy: Policy, lora: LoraConfig | None, seed: int) ->
 def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
     """Raise FlowGRPOError if the pipeline has no guidance: its velocity is the same with that scale and with none.
 
-    It also tries whether a call with that scale can have a timestep per row. Where weights are sharded, it comes before that.
+    It also tries whether a call with that scale can have a timestep per row. Call it before weights are sharded.
 
     Args:
         hint: what to do then, the end of the message.
@@ -233,7 +233,7 @@ def check_size(model: FlowPipeline, height: int | None, width: int | None) -> No
 
 
 def check_generated(name: str, asked: tuple[int | None, int | None], size: torch.Size) -> None:
-    """FlowGRPOError if the images of the pipeline of that name have another size than asked, where a size is asked."""
+    """Raise FlowGRPOError if the pipeline `name` generates another size than `asked`, (height, width); None is any."""
     height, width = (side or own for side, own in zip(asked, size, strict=True))
     if tuple(size) != (height, width):
         raise FlowGRPOError(

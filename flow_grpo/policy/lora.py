@@ -217,7 +217,7 @@ class Lora:
         return save is not None and "transformer_lora_layers" in inspect.signature(save).parameters
 
     def load(self, source: str, file: str | None = None, name: str | None = None, adapter: str = TRAINED) -> None:
-        """Load a saved LoRA, of whichever program; of its layers, the transformer's. What is left out is told.
+        """Load a saved LoRA, written by any program. Only the transformer's layers are loaded; a message names the others.
 
         Args:
             source: a folder or a hub id.

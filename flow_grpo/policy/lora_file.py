@@ -73,7 +73,7 @@ class LoraLayer:
         return LoraLayer(self.down.float(), self.up.float() * (self.alpha / self.rank), self.rank)
 
     def padded(self, rank: int) -> "LoraLayer":
-        """The same difference with alpha = `rank`, by zeros; of a folded layer."""
+        """The same difference with alpha = `rank`, of a folded layer: rows and columns of 0 are added."""
         zeros = rank - self.rank
         down, up = torch.nn.functional.pad(self.down, (0, 0, 0, zeros)), torch.nn.functional.pad(self.up, (0, zeros))
         return LoraLayer(down, up, rank)
@@ -122,7 +122,7 @@ def find_file(source: str, name: str | None = None) -> Path:
 
 
 def _on_hub(repo: str, name: str | None) -> tuple[Path, str | None]:
-    """The local folder and the name of a LoRA's file on the hub; of a repository in the cache alone without a connection."""
+    """The local folder and the name of a LoRA's file on the hub. Without a connection, only the cache is searched."""
     with downloads(repo):
         if name is None:
             try:

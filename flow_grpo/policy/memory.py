@@ -79,7 +79,7 @@ def frozen_decoder(pipe: Any) -> Iterator[None]:
 
 
 def store_in_float8(transformer: Any) -> None:
-    """Store the layers' weights in float8, and cast those of a layer to the dtype it had for each call of it (layerwise casting).
+    """Store the layers' weights in float8; each call of a layer casts its weights to their former dtype (layerwise casting).
 
     diffusers chooses the layers and converts them. Its own hooks set the weights of a layer in place: the backward pass of a convolution
     would then find float8, and until that of a linear layer a copy would stay in memory.
@@ -139,7 +139,7 @@ def move_to_device(pipe: DiffusionPipeline, device: torch.device, memory: Memory
 
 
 def offload_blocks(transformer: torch.nn.Module, device: torch.device) -> None:
-    """Keep the base weights of the repeated blocks in the CPU's memory, and copy a block's to the device for each call of it.
+    """Keep the base weights of the repeated blocks in the CPU's memory, and copy the weights of a block to the device for each call.
 
     diffusers' group offloading takes a layer's weights away after its forward pass, where a backward pass still needs them. Here the
     graph holds the copies: until the backward pass, with gradient checkpointing that of the same block.
@@ -216,7 +216,7 @@ def compile_blocks(transformer: torch.nn.Module, for_each_size: bool) -> None:
     """Compile each repeated block by torch.compile. FlowGRPOError if diffusers does not name them.
 
     Args:
-        for_each_size: compile anew for each size of the tensors. Else torch compiles for any size from the second one on, which makes
+        for_each_size: compile again for each size of the tensors. Else torch compiles for any size from the second one on, which makes
             a training step slower, and is right where there are many sizes.
     """
     settings: dict[str, Any] = {"dynamic": False if for_each_size else None}

@@ -199,7 +199,7 @@ class FlowPipeline:
         return self.supports_per_sample_timesteps
 
     def _agrees_with_copies(self, copies: int, both: Callable[[], Tensor], low: Tensor, high: Tensor) -> bool:
-        """Whether a call with so many copies of the timesteps of two rows gives them what calls of their own do."""
+        """Whether one call for two rows, with that many copies of their timesteps, returns what two calls return."""
         self.timestep_copies = copies
         try:
             return rows_agree(both(), low, high)
@@ -255,7 +255,7 @@ class FlowPipeline:
         return self._call_with_recordings(probe, rows, no_step, latents, output_type="pt")
 
     def decode_vjp(self, latents: Tensor, image_gradient: Callable[[Tensor, Tensor], Tensor], microbatch: int = 1) -> Tensor:
-        """The gradient (B, ...) with respect to final states (B, ...) of what has the gradient `image_gradient` with respect to images.
+        """The gradient (B, ...) with respect to final states (B, ...), given the gradient with respect to their images.
 
         `microbatch` images at a time are decoded, and the gradient of the images goes back through the decoder, whose activations are
         computed again where diffusers supports that. The decoder's weights get no gradient. The slices change the result only by rounding.

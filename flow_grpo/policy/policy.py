@@ -107,9 +107,9 @@ class Policy(FlowPipeline):
         return self.trained.base_model()
 
     def with_guidance(self, guidance: float | None) -> FlowPipeline:
-        """The same weights, called with that guidance scale; within `base_model`, the base model. None keeps the own scale.
+        """The same weights, called with that guidance scale; within `base_model`, those of the base model. None is this policy.
 
-        Prompts are encoded anew, since guidance needs the negative ones.
+        Prompts are encoded again, since guidance needs the negative ones.
         """
         if guidance is None or guidance == self.guidance:
             return self
@@ -125,7 +125,7 @@ class Policy(FlowPipeline):
         return self.lora.base_model() if off else nullcontext()
 
     def store_base_weights(self, device: torch.device | str) -> None:
-        """Store the base model's weights on a device for `base_model`, where all weights are trained: a LoRA leaves them."""
+        """Store the base model's weights on a device for `base_model`, if all weights are trained: a LoRA leaves them unchanged."""
         if isinstance(self.trained, FullWeights):
             self.trained.store_base_weights(device)
 
@@ -163,7 +163,7 @@ class Policy(FlowPipeline):
             raise
 
     def add_teacher(self, adapter: str, path: str | Path) -> None:
-        """Add a saved LoRA beside the trained one, as an adapter of that name that is never trained. Arguments and errors of `load_lora`.
+        """Add a saved LoRA beside the trained one, as an adapter of that name, never trained. Arguments and errors as in `load_lora`.
 
         Raises:
             FlowGRPOError: also if it is a whole transformer, or all weights are trained.

@@ -83,7 +83,7 @@ class StepMeter:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure a step, from 0 on. On a GPU the peak of its memory begins anew too."""
+        """Measure a step, starting from 0. On a GPU the peak of its memory is reset too."""
         self.flops, self._open, self._marks = 0, [], []
         if self.device.type == "cuda":  # without the loading, an evaluation, or the measuring of the device
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -97,7 +97,7 @@ class StepMeter:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Count the time of this context for one of `PHASES`. A phase inside another one counts for itself alone.
+        """Count the time of this context for one of `PHASES`. The time of an inner phase does not count for the outer one.
 
         On a GPU a phase ends when its kernels do: CUDA events are recorded, and read once, by `seconds`. A profiler shows the phase.
         """

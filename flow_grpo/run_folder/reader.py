@@ -243,7 +243,7 @@ def inputs_of(folder: Path) -> dict[str, str]:
 
 
 def dtype_of(folder: Path) -> str | None:
-    """The dtype in which a run began, such as bfloat16; None if neither inputs.json nor, as of flow-grpo 0.4, machine.json says it."""
+    """The dtype in which a run began, such as bfloat16; None if inputs.json, or machine.json of flow-grpo 0.4, does not say it."""
     return inputs_of(folder).get("dtype", machine_of(folder).get("dtype"))
 
 

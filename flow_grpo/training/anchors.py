@@ -95,7 +95,7 @@ class Anchors:
 
     @contextmanager
     def _active(self, name: str) -> Iterator[tuple[FlowPipeline, Conditioning]]:
-        """Make the model that reference within the context. Yields the model and the conditioning that it takes."""
+        """Switch the model to that reference within the context. Yields the model and the conditioning that it takes."""
         anchor = self.by_reference.get(name)
         adapter, guidance = (None, None) if anchor is None else (anchor.adapter, anchor.config.guidance)
         with self.policy.base_model() if adapter is None else self.policy.lora.use(adapter):

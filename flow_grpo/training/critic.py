@@ -74,7 +74,7 @@ class Critic(nn.Module):
         return torch.stack(columns, 1)
 
     def advantages(self, trajectory: Trajectory, reward: Tensor, text: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Normalised advantages (B, K), clamped to +-5, by the critic as it is; then train the critic on this rollout."""
+        """Normalised advantages (B, K), clamped to +-5, by the critic before this step; then train it on this rollout."""
         values = self.values(trajectory, text)
         advantage = gae(values, reward, GAE_LAMBDA)
         target = advantage + values
@@ -114,7 +114,7 @@ class CriticAdvantages(Comparer):
         return Comparison(advantage, scored, scored, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and optimizer of the critic; copies, which later steps leave alone."""
+        """Weights and optimizer of the critic, as copies that later steps do not change."""
         return copy.deepcopy({"weights": self.critic.state_dict(), "optimizer": self.critic.optimizer.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ class ForwardProcessLoss(BatchLoss):
         return self.group_statistic(image, self._on_device(self.advantage, rows)).detach()
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
-        """As of `BatchLoss`."""
+        """As in `BatchLoss`."""
         for k in range(self.count):
             noised = self._noised(k, rows)
             references = self.anchors.evaluate(functools.partial(self._velocity, noised))

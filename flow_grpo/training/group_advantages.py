@@ -67,7 +67,7 @@ class GroupAdvantages(Comparer):
         self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
-        """Compare the images of a step; their trajectory is not looked at."""
+        """Compare the images of a step; their trajectory is not used."""
         scored, informative = self.row_masks(batch, scores)
         advantage, has_loss = torch.zeros(len(scored)), torch.zeros_like(scored)
         metrics = reward_metrics(batch, scores, informative)
@@ -89,7 +89,7 @@ class GroupAdvantages(Comparer):
             )
         if self.trains_on_zero_std_groups:
             has_loss = scored
-        elif self.args.objective.needs.selection != "all":  # images are selected of groups in which the sum differs
+        elif self.args.objective.needs.selection != "all":  # images are selected from groups whose summed rewards differ
             has_loss = informative
         return Comparison(advantage, scored, has_loss, metrics)
 

@@ -57,7 +57,7 @@ def exit_if_busy(code: int) -> None:
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
     """Call `stop` at Ctrl-C and SIGTERM, within the context. The second Ctrl-C ends a command at once.
 
-    In a notebook or a script of the user's own, where Ctrl-C is a KeyboardInterrupt, the second one is that.
+    In a notebook or a script of the user's own, where Ctrl-C is a KeyboardInterrupt, the second Ctrl-C raises KeyboardInterrupt.
     """
     own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

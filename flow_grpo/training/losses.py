@@ -1,4 +1,4 @@
-"""The losses of a training step: what those of all families have, and those on sampling steps."""
+"""The losses of a training step: what all families share, and the losses on sampling steps."""
 
 import functools
 import math
@@ -140,7 +140,7 @@ class StepLoss(BatchLoss):
             self.advantage = self.advantage[:, None].expand(-1, self.count)
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
-        """As of `BatchLoss`. Where the rollout kept its graphs, `rows` are one of its micro-batches, whose graphs are used up."""
+        """As in `BatchLoss`. Where the rollout kept its graphs, `rows` are one of its micro-batches, whose graphs are used up."""
         graphs = self.trajectory.graphs.pop(int(rows[0]), None)
         for k, i in enumerate(self.trajectory.steps):
             current = (
@@ -187,8 +187,8 @@ class LossMetrics:
     What `add` is given stays on its device until `collect` fetches all of it at once.
 
     Attributes:
-        loss, sums, weight: weighted sums of the loss, of each metric and of 1, as of the last `collect`.
-        numbers: metrics that are no means: the largest deviation of a ratio, NaN if one is, and what the update adds.
+        loss, sums, weight: weighted sums of the loss, of each metric and of 1, up to the last `collect`.
+        numbers: metrics that are not averaged: the largest deviation of a ratio, NaN if one is, and what the update adds.
     """
 
     def __init__(self) -> None:

@@ -177,7 +177,7 @@ def weights_of_rows(rewards: WeightedSum, batch: PromptBatch) -> dict[str, Tenso
 
 
 class GradientWeights(Comparer):
-    """Weighs the rewards' gradients, each by the running rms of its own, so that no unit of a reward or its latents counts.
+    """Weighs the rewards' gradients, each by its running rms, so that neither the reward's unit nor the latents' scale matters.
 
     Attributes:
         mean_square: the running mean square of a reward's gradient, by the reward's name.
@@ -233,9 +233,9 @@ class Mending(Comparer):
     """Moves images along the gradient of their reward, as `mend` does, and weighs moved and kept ones.
 
     Attributes:
-        ceilings: of rewards that count, by prompt set: a moving average of the median of a step's rewards that never falls. A set has
-            none before its first step, which has the quantile of each group alone. The paper does not say whether a step's own median
-            counts already; here it does not.
+        ceilings: upper limit of the reward that a move can gain, by prompt set: a moving average of the median of a step's rewards that
+            never falls. In the first step of a set, only the quantile of each group limits it. The paper does not say whether a
+            step's own median counts already; here it does not.
         tau: how long a move may be for what it gains, in standard deviations of the group's rewards: a choice of ours, since the paper's
             range of tau is one of its reward's unit.
     """
@@ -265,7 +265,7 @@ class Mending(Comparer):
         for move in self.objective.MOVES if len(rows) else ():
             moved = end.rewards_of(end.final[rows] + move * direction[rows], rows)
             gain = (torch.minimum(moved, cap[rows]) - reward[rows]) / unit[rows] - move**2 / (2 * self.tau)
-            better = gain > best[rows]  # NaN is none
+            better = gain > best[rows]  # False for NaN
             best[rows[better]], length[rows[better]] = gain[better], move
         shift = length.view(-1, *[1] * (end.v.ndim - 1)).to(end.v) * direction.to(end.v)
         return ImageMoves(end.v + shift / states.factor[0], tried, length > 0)
@@ -359,7 +359,7 @@ class RewardGradientLoss(BatchLoss):
         self.count = len(self.states.steps)
 
     def losses(self, rows: Int[Tensor, " n"], is_real: Bool[Tensor, " n"]) -> Iterator[Loss]:
-        """As of `BatchLoss`."""
+        """As in `BatchLoss`."""
         for k, (i, factor, endpoint) in enumerate(
             zip(self.states.steps, self.states.factor, self.states.endpoint, strict=True)
         ):

@@ -29,9 +29,9 @@ class ImageSampler:
     """Samples images by the settings of a stage and scores them.
 
     Args:
-        processes: those that share each step; each samples the images that it owns. If they are asked to stop, `Interrupted` leaves
-            the rollout: before a forward pass, if there is one process, and while it waits for rewards.
-        mover: of `mend` and `opsd`.
+        processes: those that share each step; each samples the images that it owns. If they are asked to stop, the rollout
+            raises `Interrupted`: before a forward pass, if there is one process, and while it waits for rewards.
+        mover: moves the images; only for `mend` and `opsd`.
 
     Attributes:
         microbatch: images per forward pass.
@@ -169,7 +169,7 @@ class ImageSampler:
 
         Args:
             window: the steps that add noise and are recorded.
-            keep_graphs: as of `sampling.rollout`.
+            keep_graphs: as in `sampling.rollout`.
             visited: by steps of the schedule, lists to which the state and the velocity there are added for each micro-batch.
         """
         stepwise = self.args.objective if isinstance(self.args.objective, Stepwise) else None
@@ -232,7 +232,7 @@ class ImageSampler:
         keep_graphs: bool = False,
         visited: dict[int, list[tuple[Tensor, Tensor]]] | None = None,
     ) -> sampling.Velocity:
-        """A model's velocity of these rows, which is left at once if the run is asked to stop."""
+        """A model's velocity of these rows. It raises `Interrupted` if the run is asked to stop."""
         # a compiled kernel with gradients differs in the last bit: a step that is replayed with them is sampled with them
         with_gradients = set(window or []) if self.policy.compiled or keep_graphs else set()
 

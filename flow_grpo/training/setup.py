@@ -132,7 +132,7 @@ def recorded_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, Rewar
 
 
 def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[str], pipe: Any = None) -> Policy:
-    """The policy of the config's model, or of a loaded pipeline, for those prompts alone unless the run has given images."""
+    """The policy of the config's model or of a loaded pipeline. It need only encode these prompts, unless the run has given images."""
     has_dataset = any(stage.dataset is not None for _, stage in args.resolved_stages())
     init_from = args.lora.init_from if args.lora else None
     has_guided = any(
@@ -140,7 +140,7 @@ def load_run_policy(args: FlowGRPOConfig, processes: Processes, prompts: list[st
     )
     rollouts = [stage.sampling.guidance for _, stage in args.resolved_stages()]
     has_guided = has_guided or any(scale not in (None, args.guidance) for scale in (args.held_out.guidance, *rollouts))
-    prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them anew
+    prompts_to_encode = None if has_dataset or has_guided else prompts  # another guidance encodes them again
     dtype = run_dtype(args, processes) if pipe is None else args.dtype
     return load_policy(
         args.model if pipe is None else pipe,
@@ -249,7 +249,7 @@ def build_run(
         FlowGRPOError: whatever does not fit, in one sentence.
     """
     processes = Processes.from_environment(args.device)
-    with processes.together():  # what is wrong on one machine is said by all
+    with processes.together():  # an error on one machine is reported by all
         load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
         pipe = pipeline_of(model)
         model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
@@ -264,7 +264,7 @@ def build_run(
         start = Start(args, processes.world_size, train_set, eval_set, source=source)
         found = {**make_checks("settings", start), **make_checks("prompts", start)}
         if pipe is None:
-            hub.resolve_model(args.model)  # a model that is not there is said before rewards are loaded
+            hub.resolve_model(args.model)  # a missing model is reported before rewards are loaded
         eval_rewards, trained = build_rewards(args, reward_funcs, monitored=eval_set is not None)
         for prompt_set in (train_set, eval_set or train_set):
             # raises if a set names a reward that is not there

@@ -144,7 +144,7 @@ class Stage:
         return True
 
     def loop_state(self) -> dict[str, Any]:
-        """The state that training steps change besides the weights and the optimizer."""
+        """The state that training steps change, other than the weights and the optimizer's."""
         return {
             "prompts": self.prompt_sampler.state_dict(),
             "clip": self.update.clip.state_dict(),
@@ -245,7 +245,7 @@ class RunState:
         """Create the run folder, or check that it can be resumed, and hold its lock until `lock` closes. On the main process.
 
         Raises:
-            FlowGRPOError: as of `open_run_folder`.
+            FlowGRPOError: as in `open_run_folder`.
         """
         opening.open_run_folder(self.args, self.inputs, resume, lock, info)
         if not resume:

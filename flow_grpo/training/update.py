@@ -207,7 +207,7 @@ class PolicyUpdate:
         with self.policy.meter.timed("forward"):
             batch_loss.before_update(chunks)
             for chunk, weight in chunks:
-                kept = totals if weight.any() else LossMetrics()  # none are of a chunk that only pads
+                kept = totals if weight.any() else LossMetrics()  # a chunk that only pads has no metrics
                 for loss in batch_loss.losses(chunk, weight > 0):
                     row_weight = weight.to(loss.value.device, non_blocking=True)
                     self.optimizer.backward((loss.value * row_weight).sum() / batch_loss.count)
@@ -276,7 +276,7 @@ class PolicyUpdate:
             self.mid_step = was_mid_step
             raise FlowGRPOError(
                 f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and start another run with a "
-                "smaller optimizer.lr or dtype=fp32. If a reward was the cause and is mended, go on with --resume."
+                "smaller optimizer.lr or dtype=fp32. If a reward was the cause and is fixed, go on with --resume."
             )
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
             self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))

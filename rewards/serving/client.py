@@ -64,7 +64,7 @@ class _Server:
         failures: of requests for scores, since the last one that succeeded.
         running: requests that it has of this process.
         seconds: that its last score took; infinite before the first one.
-        answered: when it last said that it is well, or scored.
+        answered: time of its last healthy answer or score.
         probe: looks whether it is back.
     """
 
@@ -103,7 +103,7 @@ class Remote:
     """A reward that `flow-grpo serve` runs on other machines, with the same values to the last bit.
 
     The images are split into chunks of `batch_size`, or of the fewest whole groups that have as many. Each chunk is one request, to
-    the server that has the fewest; processes and calls begin with different servers. A server that fails is left out, and looked at in
+    the server with the fewest requests; processes and calls begin with different servers. A server that fails is left out, and looked at in
     the background until it answers; its chunks go to the others. A chunk is tried up to `attempts` times with each server, with growing
     pauses. The chunks do not depend on the servers, so neither do the values. If all servers fail, NoServer is raised: no image
     ever gets a value that its reward did not return.
@@ -155,7 +155,7 @@ class Remote:
         if not timeout > 0 or attempts < 1 or batch_size < 1 or not 0 <= wait < math.inf:
             raise FlowGRPOError("remote: timeout, attempts and batch_size must be positive, and wait a number of seconds.")
         self.servers = [_Server(url) for url in dict.fromkeys(given)]
-        self._left_out: set[str] = set()  # columns that the user was told of
+        self._left_out: set[str] = set()  # columns that the user was warned of
         rank = os.environ.get("RANK", "0")
         self._calls = itertools.count(int(rank) if rank.isdecimal() else 0)
         self._freed = asyncio.Event()  # a server has one request less
@@ -213,7 +213,7 @@ class Remote:
         metadata: dict[str, list],
         group: list[int] | None = None,
     ) -> Tensor:
-        """Values (B,) of rows in chunks, each of which is one request. FlowGRPOError as of a call."""
+        """Values (B,) of rows in chunks, each of which is one request. FlowGRPOError as in a call."""
         inputs, number = _Inputs(images, prompts, metadata, group), next(self._calls)
         values = torch.empty(len(prompts))
         scored = await gather([self._score_chunk(inputs, rows, number + i) for i, rows in enumerate(chunks)])
@@ -326,7 +326,7 @@ class Remote:
             server.probe = asyncio.get_running_loop().create_task(_probing(weakref.ref(self), server))
 
     async def _look(self, server: _Server) -> None:
-        """Ask a server how it is. FlowGRPOError as of `_failure`."""
+        """Ask a server how it is. FlowGRPOError as in `_failure`."""
         server.failure = await self._failure(server)
 
     async def _failure(self, server: _Server) -> str:

@@ -172,7 +172,7 @@ def serve(
     limits: Limits,
     ready: Callable[[str], object],
 ) -> None:
-    """Serve rewards until the process is stopped. `ready` is called with the URL, with port 0 that of the port the system chose.
+    """Serve rewards until the process is stopped. `ready` is called with the URL; with port 0 it has the port that the system chose.
 
     Raises:
         FlowGRPOError: other machines could reach it without a token, the token can't be sent in a header, or host and port can't be used.

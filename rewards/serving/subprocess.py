@@ -76,7 +76,7 @@ class Isolated(Remote):
         except Refused as error:
             raise FlowGRPOError(error.detail) from None  # without the address of its own server
         except NoServer:
-            raise FlowGRPOError(f"{self._ended(self._silence())}.") from None  # a crash comes again: nothing to retry
+            raise FlowGRPOError(f"{self._ended(self._silence())}.") from None  # a crash would happen again: nothing to retry
 
     def _start(self) -> None:
         token = secrets.token_hex(16)
