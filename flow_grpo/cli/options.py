@@ -147,7 +147,7 @@ def load_rewards(words: list[str]) -> "dict[str, Reward]":
 def rewards_to_measure(
     words: list[str] | None, args: "FlowGRPOConfig | None", models: "list[ModelTarget]"
 ) -> "tuple[WeightedSum, bool]":
-    """The rewards of --reward, else of the config and all models; and whether the config's weighted sum is a metric.
+    """The rewards of --reward, else of the config and all models; and whether the config's weighted sum, of several, is a metric.
 
     FlowGRPOError if a run was trained on rewards that its config can't name.
     """
@@ -162,7 +162,8 @@ def rewards_to_measure(
         raise FlowGRPOError("images alone don't say what to measure: give --reward, for example --reward ocr, or --config.")
     for model in models:
         check_rewards_are_named(model)
-    return build_rewards(_with_rewards_of(models[1:], args), monitored=True)[0], True
+    found, trained = build_rewards(_with_rewards_of(models[1:], args), monitored=True)
+    return found, len(trained) > 1  # of a single reward the sum is that reward
 
 
 def _with_rewards_of(models: "list[ModelTarget]", args: "FlowGRPOConfig") -> "FlowGRPOConfig":

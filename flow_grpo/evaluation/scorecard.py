@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ CATEGORY_COLUMNS = ("category", "challenge", "tag")  # columns of prompt sets th
 MAX_CATEGORIES = 40  # a column with more values is not a category
 JSON, CSV, MARKDOWN = "eval.json", "eval.csv", "eval.md"
 MAX_PROMPT_ROWS = 100  # in the Markdown table: the prompts that differ most
-MAX_COLUMNS = 3  # targets side by side on the console
-NAME_WIDTH, COLUMN_WIDTH = 24, 17  # characters on the console
+MAX_COLUMNS = 2  # targets side by side on the console
+NAME_WIDTH, COLUMN_WIDTH = 20, 26  # characters on the console
 OVERALL = "mean of categories"
 
 
@@ -230,15 +231,15 @@ def _by_category(results: Sequence[TargetResult], column: str) -> dict[str, dict
 
 def show(console: Console, scorecard: Scorecard) -> None:
     """Print every metric of every target in 80 columns: mean, difference (marked if significant) and p-value."""
-    table = Table(title=title(scorecard), title_justify="left", box=None, padding=(0, 1), show_edge=False)
-    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
+    table = Table(title=title(scorecard), title_justify="left", box=None, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("")  # the only one that wraps where numbers are long
     headings = ("mean", "difference", "p") if scorecard.num_tests else ("mean",)
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for metric in scorecard.metrics:
         table.add_row(Text(visible(short_name(metric)), style="bold"))
         for name, *numbers in _lines(scorecard, metric):
-            table.add_row(Text("  " + visible(name)), *numbers[: len(headings)])
+            table.add_row(Text("  " + _cut(visible(name), NAME_WIDTH - 2)), *numbers[: len(headings)])
     console.print(table)
     for column in scorecard.categories:
         _show_categories(console, scorecard, column)
@@ -269,13 +270,24 @@ def title(scorecard: Scorecard) -> str:
 def notes(scorecard: Scorecard) -> list[str]:
     """Footnotes: what each target is, what it is compared with, and what the numbers mean."""
     lines = [f"{target.name}: {target.description}" for target in scorecard.results]
-    lines += [f"{name} against {scorecard.against[name]}: {pairing}" for name, pairing in scorecard.pairing.items()]
+    lines += [
+        f"{name} against {scorecard.against[name]}: {pairing}{_means_of_others(scorecard, name)}"
+        for name, pairing in scorecard.pairing.items()
+    ]
     fewest = min((mean.prompts for means in scorecard.means.values() for mean in means.values()), default=0)
     few = f" Fewer than {MIN_PROMPTS_FOR_INTERVAL} prompts have none." if fewest < MIN_PROMPTS_FOR_INTERVAL else ""
-    lines.append(f"± is half of a {significance.LEVEL:.0%} interval over prompts.{few}")
+    lines.append(f"[low, high] is a {significance.LEVEL:.0%} interval over prompts.{few}")
     if scorecard.num_tests:
         lines.append(f"* p < {1 - significance.LEVEL:.2g}, adjusted for {scorecard.num_tests} tests by Holm.")
     return lines
+
+
+def _means_of_others(scorecard: Scorecard, name: str) -> str:
+    """The end of a footnote if means are of more prompts than the difference, so that it is not that of the means."""
+    other = scorecard.against[name]
+    changes, means = scorecard.changes[name], scorecard.means
+    differs = any(change.prompts < max(means[n][m].prompts for n in (name, other)) for m, change in changes.items())
+    return "; the means are of all prompts, the difference is of these" if differs else ""
 
 
 def as_json(scorecard: Scorecard, settings: dict[str, Any]) -> dict[str, Any]:
@@ -361,17 +373,23 @@ def as_csv(scorecard: Scorecard) -> str:
     return file.getvalue()
 
 
+def _cut(name: str, width: int) -> str:
+    """The name, without its middle if it is longer: names often differ in their last characters."""
+    end = width // 2
+    return name if len(name) <= width else f"{name[: width - end - 1]}…{name[-end:]}"
+
+
 def _show_categories(console: Console, scorecard: Scorecard, column: str) -> None:
     """Print the first metric by category; the files have all metrics."""
     metric, names = scorecard.metrics[0], [target.name for target in scorecard.results][:MAX_COLUMNS]
     more = "" if len(scorecard.results) <= MAX_COLUMNS else f", the first {MAX_COLUMNS} targets"
     heading = f"{visible(short_name(metric))} by {visible(column)}{more}"
     table = Table(title=Text(heading), title_justify="left", box=None, padding=(0, 1), show_edge=False)
-    table.add_column("", no_wrap=True, overflow="ellipsis", max_width=NAME_WIDTH)
+    table.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(Text(visible(name)), justify="right", no_wrap=True, overflow="ellipsis", max_width=COLUMN_WIDTH)
+        table.add_column(Text(_cut(visible(name), COLUMN_WIDTH)), justify="right", no_wrap=True)
     for category, *cells in _category_lines(scorecard, column, metric, names):
-        table.add_row(Text(visible(category)), *cells)
+        table.add_row(Text(_cut(visible(category), NAME_WIDTH)), *cells)
     console.print(table)
 
 
@@ -393,7 +411,7 @@ def _lines(scorecard: Scorecard, metric: str) -> Iterable[tuple[str, str, str, s
             yield target.name, _shown(mean.estimate), "", ""
             continue
         mark = "*" if change.significant else " "
-        p = "<0.001" if change.p_adjusted < 0.001 else f"{change.p_adjusted:.3f}"
+        p = "<.001" if change.p_adjusted < 0.001 else f"{change.p_adjusted:.3f}"
         yield target.name, _shown(mean.estimate), f"{_shown(change.difference, sign=True)} {mark}", p
 
 
@@ -428,15 +446,18 @@ def _escaped_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     return markdown_table([*map(escape_markdown, heading)], ([*map(escape_markdown, row)] for row in rows))
 
 
-def _score(value: float | None, sign: bool = False) -> str:
-    return number(value, decimals=4, large=100.0, sign=sign)
+def _score(value: float | None) -> str:
+    return number(value, decimals=4, large=100.0)
 
 
 def _shown(estimate: Estimate | None, sign: bool = False) -> str:
+    """A mean with its interval, which may reach further to one side: `0.969 [0.922, 0.988]`."""
     if estimate is None:
         return "–"
-    width = "" if math.isnan(estimate.half) else f" ± {_score(estimate.half)}"
-    return f"{_score(estimate.mean, sign)}{width}"
+    has_interval = not math.isnan(estimate.low)
+    largest = max(map(abs, (estimate.mean, estimate.low, estimate.high) if has_interval else (estimate.mean,)))
+    show = partial(number, decimals=3 if largest >= 0.1 else 4, large=100.0)
+    return show(estimate.mean, sign=sign) + (f" [{show(estimate.low)}, {show(estimate.high)}]" if has_interval else "")
 
 
 def _span(counts: set[int], noun: str) -> str:

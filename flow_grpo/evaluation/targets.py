@@ -222,7 +222,8 @@ def _lora(path: Path, options: TargetOptions) -> ModelTarget:
             f"the LoRA {path} has no config.yaml that names its model: give a config of that model by --config."
         )
     args = FlowGRPOConfig.from_yaml(config, options.overrides)
-    return ModelTarget("/".join(path.parts[-2:]), f"LoRA {path}", args, str(path), config_file=own)
+    named = path.parent if path.name == hub.WEIGHTS else path  # all exports have that name
+    return ModelTarget("/".join(named.parts[-2:]), f"LoRA {path}", args, str(path), config_file=own)
 
 
 def _model(name: str, options: TargetOptions) -> ModelTarget:

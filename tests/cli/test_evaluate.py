@@ -68,7 +68,9 @@ def test_eval_of_a_run_measures_with_and_without_its_lora(trained):
     logged = [json.loads(line) for line in (trained / "runs" / "short" / "metrics.jsonl").read_text().splitlines()]
     held_out = [row for row in logged if "eval/reward" in row]
     for name, row in (("base", held_out[0]), ("short", held_out[-1])):
-        assert results["targets"][name]["measures"]["reward"]["mean"] == pytest.approx(row["eval/reward"], abs=1e-5)
+        measures = results["targets"][name]["measures"]
+        assert measures["brightness"]["mean"] == pytest.approx(row["eval/brightness"], abs=1e-5)
+        assert "reward" not in measures, "the sum of one reward is that reward"
     assert results["targets"]["short"]["pairing"] == "2 prompts, 2 pairs of one prompt and seed"
     table = output[output.index("2 prompts, 2 images of each target") : output.index("numbers:")]
     assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
@@ -90,7 +92,8 @@ def test_rewards_of_all_runs_are_measured(trained):
     other = FlowGRPOConfig.from_yaml(trained / "short.yaml", ["rewards={jpeg_size: 2, shapes: 1}"])
     models = [ModelTarget(name, "", config) for name, config in (("one", args), ("other", other))]
     measured, is_sum = rewards_to_measure(None, args, models)
-    assert is_sum
+    assert not is_sum, "the first config has one reward"
+    assert rewards_to_measure(None, other, models)[1]
     assert measured.weights == {"brightness": 1, "color": 0, "jpeg_size": 0, "shapes": 0}
     scores = measured(torch.rand(2, 3, 32, 80), PROMPTS)
     assert list(rewards_to_measure(None, args, models[:1])[0].rewards) == ["color", "brightness"]

@@ -12,6 +12,8 @@ import pytest
 import rich.console
 import torch
 from PIL import Image
+from rich.console import Console
+from scipy import stats
 from support import cli_process
 from support.embedded import short_run, stir, tiny_policy
 from support.paths import SAMPLE_REWARDS
@@ -120,7 +122,7 @@ def test_run_lora_and_checkpoint_are_one_and_the_base_is_none_of_them(drawn):
     assert [t.name for t in targets] == [
         "base",
         "run",
-        "lora/pytorch_lora_weights.safetensors",
+        "run/lora",
         "run/other",
         "run/step_000002",
     ]
@@ -325,7 +327,7 @@ def test_pairs_are_of_one_prompt_and_seed_wherever_they_stand():
     card = build_scorecard([first, second], {"b": "a"})
     change = card.changes["b"]["m"]
     assert change.difference.mean == pytest.approx(0.01)
-    assert math.isnan(change.difference.half), "equal differences have no interval"
+    assert math.isnan(change.difference.low), "equal differences have no interval"
     assert (change.prompts, card.pairing["b"]) == (10, "10 prompts, 20 pairs of one prompt and seed")
     assert change.significant
     elsewhere = measured("c", first.values["m"], [p for p, _ in keys], [s + 5 for _, s in keys])
@@ -346,6 +348,25 @@ def test_a_pair_needs_a_number_on_both_sides():
     assert scorecard.as_json(card, {})["targets"]["b"]["differences"]["m"]["pairs"] == 3
 
 
+def test_a_difference_of_fewer_prompts_than_its_means_says_so():
+    few, many = measured("a", [0.0, 1.0], ["x", "y"]), measured("b", [0.5, 0.5, 0.0], ["x", "y", "z"])
+    (note,) = [line for line in scorecard.notes(build_scorecard([few, many], {"b": "a"})) if line.startswith("b against a")]
+    assert "the means are of all prompts, the difference is of these" in note
+    whole = scorecard.notes(build_scorecard([few, measured("b", [0.5, 0.5], ["x", "y"])], {"b": "a"}))
+    assert not any("the means are of all" in line for line in whole)
+
+
+def test_an_interval_that_reaches_further_to_one_side_is_shown_so(capsys):
+    prompts = [f"p{i}" for i in range(8)]
+    card = build_scorecard([measured("a", [1.0] * 8, prompts), measured("b" * 40 + "end", [0.0] * 8, prompts)], {})
+    scorecard.show(Console(width=80), card)
+    output = capsys.readouterr().out
+    low = 8 / (8 + stats.norm.ppf(0.975) ** 2)
+    assert f"1.000 [{low:.3f}, 1.000]" in output
+    assert f"0.000 [0.000, {1 - low:.3f}]" in output
+    assert "…bbbbbbend " in output, "names that differ at their ends are told apart"
+
+
 def test_targets_without_a_common_prompt_are_not_compared():
     card = build_scorecard([measured("a", [0.0] * 6, list("abcdef")), measured("b", [1.0] * 5, list("vwxyz"))], {"b": "a"})
     assert card.pairing["b"] == "not compared: no prompt is in both"
@@ -359,7 +380,7 @@ def test_categories_count_alike_whatever_their_size():
     assert card.categories["tag"]["two"]["a"]["m"].mean == pytest.approx(0.1)
     overall = card.macro_average("tag", "a", "m")
     assert overall.mean == pytest.approx(0.55)
-    assert math.isnan(overall.half), "a category of one prompt has no interval"
+    assert math.isnan(overall.low), "a category of one prompt has no interval"
     assert list(card.categories) == ["tag"], "a list is no category"
 
 
@@ -370,15 +391,15 @@ def test_the_mean_of_categories_has_the_interval_of_independent_means():
     assert (found.mean, found.low, found.high) == pytest.approx((0.4, 0.15, 0.65))
     assert significance.mean_of_independent([one]) == one
     many = significance.mean_of_independent([one] * 16)
-    assert (many.mean, many.half) == pytest.approx((one.mean, one.half / 4))
+    assert (many.mean, many.high - many.low) == pytest.approx((one.mean, (one.high - one.low) / 4))
     n, tags = 400, [{"tag": tag} for tag in ("one", "two") for _ in range(400)]
     values = [float(sign) for sign in (1, -1) * (n // 2)] + [5 + 3.0 * sign for sign in (1, -1) * (n // 2)]
     card = build_scorecard([measured("a", values, [str(i) for i in range(2 * n)], metadata=tags)], {})
     overall = card.macro_average("tag", "a", "m")
     assert overall.mean == pytest.approx(2.5)
-    assert overall.half == pytest.approx(1.96 * math.sqrt((1 + 9) / (4 * n)), rel=0.05)
+    assert (overall.high - overall.low) / 2 == pytest.approx(1.96 * math.sqrt((1 + 9) / (4 * n)), rel=0.05)
     row = next(line for line in scorecard.as_markdown(card).splitlines() if scorecard.OVERALL in line)
-    assert f"2.5000 ± {overall.half:.4f}" in row
+    assert rf"2.500 \[{overall.low:.3f}, {overall.high:.3f}\]" in row
     content = json.loads(json.dumps(scorecard.as_json(card, {})))["over_categories"]["tag"]["a"]["m"]
     assert content == {"mean": overall.mean, "low": overall.low, "high": overall.high}
 
@@ -409,12 +430,12 @@ def test_the_categories_of_shapes_are_the_means_of_their_images_scores(tmp_path,
     overall = float(sum(means.values()) / 6)
     table = output[output.index("shapes by category") :]
     (line,) = [line for line in table.splitlines() if line.strip().startswith(scorecard.OVERALL + " ")]
-    assert f" {overall:.4f}" in line
+    assert f" {overall:.3f} " in line
     assert any(of["low"] is not None for of in found.values())
     for name, of in found.items():
         (line,) = [line for line in table.splitlines() if line.strip().startswith(name + " ")]
-        interval = [] if of["low"] is None else ["±", f"{(of['high'] - of['low']) / 2:.4f}"]  # equal values have none
-        assert line.split()[-1 - len(interval) :] == [f"{of['mean']:.4f}", *interval]
+        interval = [] if of["low"] is None else [f"[{of['low']:.3f},", f"{of['high']:.3f}]"]  # equal values have none
+        assert line.split()[-1 - len(interval) :] == [f"{of['mean']:.3f}", *interval]
 
 
 def test_diversity_is_the_mean_over_a_prompts_pairs():

@@ -36,9 +36,9 @@ def test_an_interval_reaches_further_to_the_side_of_the_rare_large_values():
 
 def test_fewer_than_8_prompts_have_no_interval_and_one_proves_nothing():
     for few in ([1.0], [0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8]):
-        assert np.isnan(estimate(few).half)
-        assert np.isnan(paired(few, [0.0] * len(few)).difference.half)
-    assert np.isnan(estimate([0.3] * 20).half), "equal values say nothing of the spread"
+        assert np.isnan(estimate(few).low)
+        assert np.isnan(paired(few, [0.0] * len(few)).difference.low)
+    assert np.isnan(estimate([0.3] * 20).low), "equal values say nothing of the spread"
     assert paired([1.0], [0.0]).p == 1
 
 
@@ -94,7 +94,8 @@ def test_the_error_of_a_paired_difference_is_the_interval_of_its_normal_approxim
     mean, error = paired_difference(values.tolist(), base.tolist())
     test = paired(values, base)
     assert mean == pytest.approx(test.difference.mean)
-    assert stats.t.ppf(0.975, 399) * error == pytest.approx(test.difference.half, rel=0.01)
+    half = (test.difference.high - test.difference.low) / 2
+    assert stats.t.ppf(0.975, 399) * error == pytest.approx(half, rel=0.01)
     with_nan = paired_difference([*values, np.nan, 1.0], [*base, 0.0, np.inf])
     assert with_nan == pytest.approx((mean, error)), "prompts without two finite values are left out"
 
@@ -119,3 +120,10 @@ def test_holm_adjusts_and_keeps_the_order():
     assert holm([0.5, 0.9]) == [1, 1]
     assert holm([]) == []
     assert significance.LEVEL == 0.95
+
+
+@pytest.mark.parametrize("ties", [0, 50])
+def test_few_differences_are_tested_exactly_whatever_the_number_of_ties(ties):
+    """If all 13 differ to one side, two of 2^13 permutations are as extreme."""
+    assert paired([1.0 + i for i in range(13)] + [0.0] * ties, [0.0] * (13 + ties)).p == pytest.approx(2 / 2**13)
+    assert paired([1.0] + [0.0] * ties, [0.0] * (1 + ties)).p == 1
