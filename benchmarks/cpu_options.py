@@ -160,7 +160,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as folder:
         trainer = FlowGRPOTrainer(args=FlowGRPOConfig.from_yaml("tiny_ocr", [f"output_dir={folder}/run", f"dtype={dtype}"]))
-        Console(width=120).print(measure(trainer, dtype, Path(folder)))
+        Console(width=120, emoji=False).print(measure(trainer, dtype, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -370,7 +370,7 @@ def main() -> int:
             if given.gpu
             else Hardware.of_this_machine(usable_device(args.device), None, given.num_processes)
         )
-        if not print_plan(Console(), args, machine, 0.0 if machine.cuda else baseline_memory(args)):
+        if not print_plan(Console(emoji=False), args, machine, 0.0 if machine.cuda else baseline_memory(args)):
             return 1
         if given.plan:
             return 0

@@ -54,7 +54,7 @@ def main() -> None:
             distance = float((latents - solved).square().mean().sqrt())
             table.add_row(solver, str(steps), *means, f"{distance:.3f}")
             print(solver, steps, *means, f"{distance:.3f}", file=sys.stderr, flush=True)
-    Console().print(table)
+    Console(emoji=False).print(table)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def kept_graphs(arguments: list[str]) -> None:
         ratios = [a / b for a, b in zip(kept, replayed, strict=True)]
         numbers = (statistics.median(kept), statistics.median(replayed), statistics.median(ratios), min(ratios), max(ratios))
         table.add_row(name, *(f"{number:.3f}" for number in numbers))
-    Console().print(table)
+    Console(emoji=False).print(table)
     zero = statistics.mean(m["frac_reward_zero_std"] for m in metrics_of[True])
     print(f"kept graphs take {numbers[2]:.3f} of a step with a replay; {zero:.0%} of the groups had no signal")
 
@@ -144,7 +144,7 @@ def step_cost(arguments: list[str]) -> None:
     ]
     row("everything else, share of the step", [r / w for r, w in zip(rest, whole, strict=True)], "{:.1%}")
     row("whole step, s", whole, "{:.3f}")
-    Console().print(table)
+    Console(emoji=False).print(table)
     print(f"step cost {statistics.median(ours) / statistics.median(bare):.3f}")
 
 

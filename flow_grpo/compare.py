@@ -173,7 +173,7 @@ def train_to_evaluation(run: ComparedRun, number: int, budget: Budget, overrides
     if parent is not None:  # the comparison that continues in its place trains anew from the last evaluation
         exit_with_parent(parent.sentinel)
     try:
-        with show_phases(Console(stderr=True)):
+        with show_phases(Console(stderr=True, emoji=False)):
             run.add(_train_and_evaluate(run, number, budget, overrides))
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         _print_error_line(f"error: {error}")
@@ -222,7 +222,7 @@ def _train_and_evaluate(run: ComparedRun, number: int, budget: Budget, overrides
 
 
 def _print_error_line(line: str) -> None:
-    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True, emoji=False).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:

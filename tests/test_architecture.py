@@ -246,3 +246,11 @@ def test_nothing_asks_whether_the_model_is_the_embedded_one():
     for name in (one for one in FILES if package(one) in packages):
         comparisons = [ast.unparse(node) for node in ast.walk(tree(name)) if isinstance(node, ast.Compare)]
         assert not [one for one in comparisons if "tiny" in one]
+
+
+def test_no_console_replaces_words_in_colons_by_pictures():
+    files = [file for folder in ("flow_grpo", "rewards", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    calls = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    consoles = [ast.unparse(call) for call in calls if ast.unparse(call.func).rpartition(".")[2] == "Console"]
+    assert consoles
+    assert not [call for call in consoles if "emoji=False" not in call]

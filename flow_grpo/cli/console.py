@@ -22,8 +22,8 @@ RANK_ERROR_DELAY = 3.0  # seconds, within which the launcher ends the other rank
 SHARED_ERROR_DELAY = 15.0  # the same for an error that the first rank is known to print
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-console = Console()
-errors = Console(stderr=True)
+console = Console(emoji=False)  # else `:fire:` of a name or sentence becomes a picture
+errors = Console(stderr=True, emoji=False)
 
 
 class Output:

@@ -118,7 +118,7 @@ class Tracker:
         on_log: Callable[[int, dict[str, float], bool], None] | None = None,
     ) -> None:
         replace_unprintable()
-        self.folder, self.console, self.silent = folder, console or Console(quiet=silent), silent
+        self.folder, self.console, self.silent = folder, console or Console(quiet=silent, emoji=False), silent
         self.total_steps = total_steps
         self._progress = PhaseProgress(
             TextColumn("training"),

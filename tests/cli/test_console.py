@@ -29,7 +29,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def test_a_message_is_one_line_that_moves_no_cursor_and_sets_no_style(capsys):
-    message = "[bold]\x1b[2J\rwords " * 50 + "end"
+    message = "[bold]\x1b[2J\rwords :fire: " * 50 + "end"
     say(message)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == message.replace("\x1b", "\\x1b").replace("\r", "\\r")
@@ -38,7 +38,7 @@ def test_a_message_is_one_line_that_moves_no_cursor_and_sets_no_style(capsys):
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (FlowGRPOError("a [red]setting[/red]\n   is wrong."), "error: a [red]setting[/red] is wrong."),
+        (FlowGRPOError("a.py:fire: a [red]setting[/red]\n   is wrong."), "error: a.py:fire: a [red]setting[/red] is wrong."),
         (FileNotFoundError(2, "No such file", "a.txt"), "error: [Errno 2] No such file: 'a.txt'"),
         (OutOfMemoryError("of 80 GB"), "error: the device ran out of memory: set a smaller microbatch"),
     ],
