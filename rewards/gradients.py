@@ -61,14 +61,14 @@ def reward_gradient(
         leaf = images.detach().clone().requires_grad_()
         with torch.enable_grad():
             values = call_reward(name, reward, leaf, prompts, metadata, graph=True)
-        return RewardGradient(values.detach(), gradient_of(name, values, leaf))
+        gradient = gradient_of(name, values, leaf)
+        broken = (~gradient.flatten(1).isfinite().all(1)).nonzero()
+        if len(broken):  # here, since a step along it would make images that no reward has a value for
+            prompt = prompts[int(broken[0])][:MAX_PROMPT_LENGTH]
+            raise FlowGRPOError(f"reward {name} has a gradient that is not finite for the prompt {prompt!r}.")
+        return RewardGradient(values.detach(), gradient)
 
-    result = smoothed(at, images, rho) if torch.as_tensor(rho).any() else at(images)
-    broken = (~result.gradient.flatten(1).isfinite().all(1)).nonzero()
-    if len(broken):
-        prompt = prompts[int(broken[0])][:MAX_PROMPT_LENGTH]
-        raise FlowGRPOError(f"reward {name} has a gradient that is not finite for the prompt {prompt!r}.")
-    return result
+    return smoothed(at, images, rho) if torch.as_tensor(rho).any() else at(images)
 
 
 def check_differentiable(name: str, reward: Any) -> None:

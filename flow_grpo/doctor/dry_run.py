@@ -21,6 +21,7 @@ from flow_grpo.policy.hub import check_weight_files
 from flow_grpo.policy.loading import check_generated
 from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
+from flow_grpo.rewards.gradients import NoGradient
 from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.text import step_time
@@ -219,7 +220,7 @@ def _report_failure(name: str, setting: RewardConfig, error: ValueError, report:
     """Add a reward that could not be called to the report. Raises the error if a run would stop at it."""
     if is_missing_download(error):
         report.missing.append(f"the reward {name}")
-    elif setting.on_error == "stop":
+    elif setting.on_error == "stop" or isinstance(error, NoGradient):
         raise error
     else:
         report.notes.append(f"warning: {error}")
@@ -247,11 +248,12 @@ def _call(
         return "was not called, as its prompts are not downloaded"
     if frames_of(reward) == ALL and not is_known:
         images = torch.stack([images, images], 1)
-    _score(name, reward, images, prompts)
+    by_gradient = any(stage.objective.needs.reward_gradient for stage in start.stages)
+    _score(name, reward, images, prompts, with_gradient=by_gradient and trained is not None and setting.weight != 0)
     return None
 
 
-def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet) -> None:
+def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet, *, with_gradient: bool) -> None:
     """Score the images of the first prompts that have the reward, or of the first one if the reward sees several images of a prompt."""
     rows = _rows_of(name, prompts)[: len(images)]
     batch = (
@@ -260,6 +262,8 @@ def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: 
         else prompts.take(rows[:1], len(images))
     )
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
+    if with_gradient:
+        reward_kit.reward_gradient(name, reward, images, batch.prompts, batch.columns())
 
 
 def _rows_of(name: str, prompts: PromptSet) -> list[int]:

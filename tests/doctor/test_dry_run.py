@@ -328,3 +328,18 @@ def test_a_trained_reward_without_a_gradient_is_refused_as_by_the_run(tmp_path):
         tmp_path / "run", "objective={name: flowbp}", "rewards={clip: 1, jpeg_size: 0}", "evaluation.prompts=null"
     )
     assert dry_run(measured)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("images.detach().mean((1, 2, 3))", "returned values without a gradient of the images"),
+        ("(images.mean((1, 2, 3)) * 0).sqrt()", "has a gradient that is not finite"),
+    ],
+)
+def test_a_dry_run_takes_the_gradient_that_the_objective_needs(tmp_path, body, sentence):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def mine(images, prompts):\n    return {body}\n\n\nmine.differentiable = True\n")
+    settings = [f"rewards={{{file}:mine: 1}}", "evaluation.prompts=null"]
+    assert sentence in refused(short_run(tmp_path / "run", "objective={name: refl}", *settings))
+    assert dry_run(short_run(tmp_path / "run", *settings))

@@ -111,6 +111,7 @@ def steep(images, prompts):
     return (images - images).square().sum((1, 2, 3)).sqrt()
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.01])
 @pytest.mark.parametrize(
     ("reward", "words", "lost"),
     [
@@ -120,12 +121,12 @@ def steep(images, prompts):
         (steep, "a gradient that is not finite for the prompt 'a'", [True] * 3),
     ],
 )
-def test_a_failed_reward_raises_or_has_gradient_zero_and_says_so(reward, words, lost):
+def test_a_failed_reward_raises_or_has_gradient_zero_and_says_so(reward, words, lost, rho):
     ordered = IMAGES + torch.arange(3).view(3, 1, 1, 1)
     with pytest.raises(ValueError, match=f"reward r .*{words}|reward r {words}"):
-        total(r=differentiable(reward)).gradients(ordered, PROMPTS)
+        total(r=differentiable(reward)).gradients(ordered, PROMPTS, rho)
     dropping = total(r=differentiable(reward), drop=["r"])
-    value, gradient, _ = dropping.gradients(ordered, PROMPTS)["r"]
+    value, gradient, _ = dropping.gradients(ordered, PROMPTS, rho)["r"]
     assert value.isnan().tolist() == lost
     assert gradient.isfinite().all()
     assert gradient.flatten(1).any(1).tolist() == [not one for one in lost]
