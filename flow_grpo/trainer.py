@@ -122,7 +122,7 @@ class FlowGRPOTrainer:
             requested = self.callbacks.requested()
             self.state.report_warnings(tracker.warn)
             if not self.stage.has_advantage:
-                tracker.warn_no_signal(self.step)
+                tracker.warn_no_signal(self.step, by_gradient=metrics.get("frac_gradient_zero") == 1)
             is_saved = self.step == self.args.steps or self.step % self.args.save_every == 0 or requested.should_save
             if is_saved:
                 self.save()
@@ -243,6 +243,6 @@ class FlowGRPOTrainer:
             self.evaluator.evaluate_and_record(
                 self.step, self.stage.microbatch, tracker, partial(self.state.save_weights, layout.BEST)
             )
-            self.state.report_warnings(tracker.warn)
+            self.state.report_warnings(tracker.warn, "in the evaluation: ")
             if self.processes.is_main:
                 page.write_report(self.folder)

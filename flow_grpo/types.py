@@ -360,7 +360,8 @@ class Experience:
     groups: Int[Tensor, " P"]  # groups that enter the mean, over all processes; dropped groups are excluded
     metrics: dict[str, float]
     scores: Scores | None = None  # given images have none
-    has_advantage: bool = True  # whether an image of any process has an advantage; given images need none
+    # whether an image of any process has an advantage, and a gradient if the objective needs one; given images need neither
+    has_advantage: bool = True
     # at the endpoints of the trajectory's gradient_states, weighted
     reward_gradient: Float[Tensor, "B E *latent"] | None = None
 

@@ -27,7 +27,9 @@ from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.policy import devices
 from flow_grpo.policy.lora import TRAINED
 from flow_grpo.policy.step_meter import PHASES
+from flow_grpo.report.summary import headline
 from flow_grpo.run_folder import checkpoint
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import duration
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
@@ -965,7 +967,9 @@ def test_what_was_dropped_in_the_last_evaluation_is_reported_too(tmp_path):
     trainer.eval_rewards.drop_on_error.add("flaky")
     trainer.train()
     told = [(row["step"], row["warning"]) for row in rows(tmp_path / "run") if "flaky gave" in row.get("warning", "")]
-    assert told == [(1, "reward flaky gave no finite number for 1 of 3 images, whose groups were left out.")]
+    assert told == [
+        (1, "in the evaluation: reward flaky gave no finite number for 1 of 3 images, whose groups were left out.")
+    ]
 
 
 def test_a_callback_that_asks_to_stop_at_an_evaluation_ends_the_run_there(tmp_path):
@@ -1001,7 +1005,7 @@ def test_a_run_without_signal_is_warned_of_once_also_if_it_is_resumed(tmp_path, 
     assert capsys.readouterr().out.count(f"warning: {sentence}") == 1
 
 
-def test_no_signal_is_no_warning_where_images_are_compared_with_the_batch_or_were_dropped(tmp_path):
+def test_no_signal_is_no_warning_where_images_are_compared_with_the_batch_or_were_dropped(tmp_path, capsys):
     def by_group(images, prompts):
         return [float(len(prompt)) for prompt in prompts]
 
@@ -1014,6 +1018,9 @@ def test_no_signal_is_no_warning_where_images_are_compared_with_the_batch_or_wer
     dropped = made(tmp_path / "dropped", nothing)
     dropped.rewards.drop_on_error.add("nothing")
     dropped.train()
+    sentence = "nothing was learned: in every step all images were left out, as a reward failed or gave no finite number."
+    assert f"warning: {sentence}\n" in capsys.readouterr().out
+    assert headline(RunReader(tmp_path / "dropped")).endswith(f"but {sentence}")
     for name in ("batch", "dropped"):
         told = [row["warning"] for row in rows(tmp_path / name) if "warning" in row]
         assert not [sentence for sentence in told if "same reward" in sentence]

@@ -89,6 +89,9 @@ def check_update(
     results = []
     if "ratio/first_update_max_deviation" in metrics:
         results.append(initial_ratio(metrics["ratio/first_update_max_deviation"]))
+    if experience.metrics.get("frac_gradient_zero") == 1:
+        message = "the gradient of the rewards is 0 at all images, so that the policy learns nothing: see the rewards."
+        return [*results, CheckResult("gradient", "0", ERROR, message)]
     if not experience.has_advantage:  # whatever the cause, it is not in the update
         message = "no group has signal, so that the policy learns nothing from the rewards: see the groups."
         return [*results, CheckResult("gradient", "not checked", WARNING, message)]

@@ -11,7 +11,6 @@ from flow_grpo.evaluation import hacking
 from flow_grpo.evaluation.hacking import DIVERSITY, HIGH_FREQUENCY_POWER, IMAGE_DROPS, limits, of_images
 from flow_grpo.evaluation.significance import paired_difference
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL
 from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.text import counted, duration, format_value, number, short_name
 
@@ -36,8 +35,8 @@ def headline(run: RunReader) -> str:
     names = [short_name(name) for name in run.trained]
     rewards = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "given images"
     start = f"{short_name(run.config.get('model', 'A model'))} was trained on {rewards} for {_progress(run)}"
-    if not _has_learned(run):
-        return f"{start}, but nothing was learned: in every step all images of each prompt got the same reward."
+    if reason := run.nothing_learned:
+        return f"{start}, but nothing was learned: {reason}."
     if len(run.evaluation_rows) < 2:
         return f"{start}{_in_training(run)}."
     metric = run.score_names[0]
@@ -64,12 +63,6 @@ def _hacking(run: RunReader) -> str:
         for name, drop in drops.items()
     ]
     return "".join(sentences)
-
-
-def _has_learned(run: RunReader) -> bool:
-    """Whether a step had signal. Equal sums of rewards are not enough: some advantages compare single rewards, or the whole batch."""
-    warned = any(row.get("fallen") == NO_SIGNAL for row in run.warnings)
-    return not warned or any(row.get("frac_reward_zero_std") != 1 for row in run.step_rows)
 
 
 def _progress(run: RunReader) -> str:

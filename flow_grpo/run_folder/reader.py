@@ -13,7 +13,7 @@ from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import bounded, logged_best_step, read_metrics
+from flow_grpo.run_folder.metrics_file import NO_GRADIENT, NO_SIGNAL, bounded, logged_best_step, read_metrics
 
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")  # the metric of a reward in training
 SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
@@ -99,6 +99,12 @@ class InputsContent(Content):
     digests: dict[str, str]
 
 
+# metrics that are 1 in a step without signal: the warning that a run then gives, by the metric that has fallen, and what it means
+NO_LEARNING = {
+    "frac_reward_dropped": (None, "all images were left out, as a reward failed or gave no finite number"),
+    "frac_reward_zero_std": (NO_SIGNAL, "all images of each prompt got the same reward"),
+    "frac_gradient_zero": (NO_GRADIENT, "the gradient of the rewards was 0"),
+}
 KINDS: dict[str, type[Content]] = {layout.EVALUATION: EvaluationContent, layout.GROUPS: GroupsContent}
 
 
@@ -157,6 +163,20 @@ class RunReader:
     def warnings(self) -> list[dict]:
         """The rows of warnings."""
         return [row for row in self.rows if "warning" in row]
+
+    @property
+    def nothing_learned(self) -> str | None:
+        """Why no training step had signal, as a clause; None if one had.
+
+        Equal sums of rewards are not enough: some advantages compare single rewards, or the whole batch, and a gradient compares none.
+        So the run must have warned.
+        """
+        warned = {row.get("fallen") for row in self.warnings}
+        causes = {metric: cause for metric, (warning, cause) in NO_LEARNING.items() if warning is None or warning in warned}
+        found = [next((metric for metric in causes if row.get(metric) == 1), None) for row in self.step_rows]
+        if not found or None in found:
+            return None
+        return f"in every step {' or '.join(causes[metric] for metric in dict.fromkeys(found) if metric)}"
 
     @property
     def num_steps(self) -> int:

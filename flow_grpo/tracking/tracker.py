@@ -18,7 +18,7 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.progress import PhaseProgress, replace_unprintable, show_phases
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_SIGNAL, append_row, read_metrics
+from flow_grpo.run_folder.metrics_file import NO_GRADIENT, NO_SIGNAL, append_row, read_metrics
 from flow_grpo.run_folder.reader import RunReader, value_of
 from flow_grpo.text import counted, duration, number, short_name
 
@@ -220,11 +220,12 @@ class Tracker:
         self._append({"step": step, "warning": message, **({"fallen": fallen} if fallen else {})})
         self._notify(lambda service: service.warn(step, message))
 
-    def warn_no_signal(self, step: int) -> None:
-        """Warn, once in a run, that no image of this step had an advantage."""
+    def warn_no_signal(self, step: int, by_gradient: bool = False) -> None:
+        """Warn, once in a run, that no image of this step had an advantage, or a gradient of the rewards if that is missing."""
         doctor = shlex.join(["flow-grpo", "doctor", str(self.folder / layout.CONFIG)])
-        sentence = f"in step {step} all images of each prompt got the same reward, so nothing was learned"
-        self.warn(step, f"{sentence}. If this continues, run `{doctor}` to find the cause.", fallen=NO_SIGNAL)
+        cause = "the gradient of the rewards was 0" if by_gradient else "all images of each prompt got the same reward"
+        sentence = f"in step {step} {cause}, so nothing was learned. If this continues, run `{doctor}` to find the cause."
+        self.warn(step, sentence, fallen=NO_GRADIENT if by_gradient else NO_SIGNAL)
 
     def has_evaluation(self, step: int) -> bool:
         """Whether the metrics hold an evaluation of that step."""
@@ -236,6 +237,8 @@ class Tracker:
         run = RunReader(self.folder)
         if shown := shown_scores(run):
             print_table(self.console, "held-out prompts", {"before": shown[0], "after": shown[-1]})
+        if reason := run.nothing_learned:
+            self.info(f"warning: nothing was learned: {reason}.")
         for line in weights_lines(run, trained):
             self.info(line)
         if (self.folder / layout.BEFORE_AFTER).exists():
@@ -291,8 +294,11 @@ def weights_lines(run: RunReader, trained: Path) -> list[str]:
     kind = "transformer" if trained.is_dir() else "LoRA"
     last = run.evaluation_rows[-1]["step"] if run.evaluation_rows else None
     lines = [f"{kind}: {trained}{_scores(run, last, [run.main_metric])}"]
-    best = run.folder / layout.BEST
-    if run.best_step is not None and run.best_step != last and best.is_dir():
+    best, measured = (
+        run.folder / layout.BEST,
+        {row["step"] for row in run.evaluation_rows if not math.isnan(row["eval/reward"])},
+    )
+    if run.best_step in measured - {last} and best.is_dir():
         untrained = [n for n in run.score_names if n not in ("reward", *run.trained)]
         scores = _scores(run, run.best_step, untrained or [run.main_metric], ", not trained on" if untrained else "")
         lines.append(f"{kind} of the best evaluation: {best}{scores}")

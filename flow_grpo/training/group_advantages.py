@@ -16,7 +16,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.training.own_functions import load_custom_function
-from flow_grpo.types import Experience, PromptBatch, Scores, Trajectory
+from flow_grpo.types import Experience, GradientStates, PromptBatch, Scores, Trajectory
 
 MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
 
@@ -212,8 +212,10 @@ def experience_of(
     """
     rows, rows_per_group = select_rows(args.objective.needs.selection, scores.total, batch.group, compared.has_loss)
     is_local, states = processes.owns(batch.group, args.updates), trajectory.gradient_states
+    without = 0.0 if states is None else frac_gradient_zero(states, compared.scored[is_local], processes)
     local_index = is_local.cumsum(0) - 1
     weights = compared.gradient_weights
+    has_advantage = weights is not None or bool(compared.advantage[compared.has_loss].any())
     return Experience(
         batch=batch.take(is_local.nonzero()[:, 0]),
         trajectory=trajectory,
@@ -221,12 +223,20 @@ def experience_of(
         rows=local_index[rows[is_local[rows]]],
         rows_per_group=rows_per_group,
         groups=batch.group[compared.scored].unique(),
-        metrics=compared.metrics,
+        metrics=compared.metrics | ({"frac_gradient_zero": without} if without else {}),
         scores=scores.take(is_local),
         # images that were dropped have a warning of their own
-        has_advantage=weights is not None or bool(compared.advantage[compared.has_loss].any()) or not compared.scored.any(),
+        has_advantage=(has_advantage and without < 1) or not compared.scored.any(),
         reward_gradient=None if states is None or weights is None else states.weighted(weights),
     )
+
+
+def frac_gradient_zero(states: GradientStates, scored: Bool[Tensor, " B"], processes: Processes) -> float:
+    """The share of the scored images of all processes at which the gradient of each reward is 0."""
+    has_gradient = torch.stack([gradient.flatten(1).any(1).cpu() for gradient in states.gradient.values()]).any(0)[scored]
+    parts = processes.all_gather((int((~has_gradient).sum()), len(has_gradient)))
+    zeros, counts = zip(*parts, strict=True)
+    return sum(zeros) / max(sum(counts), 1)
 
 
 def select_rows(selection: str, reward: Tensor, group: Tensor, has_loss: Tensor) -> tuple[Tensor, int]:

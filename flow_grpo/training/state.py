@@ -45,7 +45,7 @@ class Stage:
         critic: of `ppo`.
         update: updates the policy from an `Experience`.
         warnings: pending warnings.
-        has_advantage: whether any image of the last training step had an advantage.
+        has_advantage: as of the `Experience` of the last training step.
 
     Raises:
         FlowGRPOError: sizes that the processes can't share.
@@ -310,13 +310,17 @@ class RunState:
             checkpoint.save(self.folder / layout.CHECKPOINTS, self.step, state, self.args.keep_checkpoints)
         return self.processes.is_main
 
-    def report_warnings(self, warn: Callable[[int, str], object]) -> None:
-        """Call `warn` with the step for each warning of any process since the last call. Every process must call it."""
+    def report_warnings(self, warn: Callable[[int, str], object], where: str = "") -> None:
+        """Call `warn` with the step for each warning of any process since the last call. Every process must call it.
+
+        Args:
+            where: the beginning of each sentence.
+        """
         gathered = self.processes.all_gather([*self.rewards.drop_messages, *self.stage.warnings])
         self.rewards.drop_messages.clear()
         self.stage.warnings.clear()
         for warning in chain.from_iterable(gathered):
-            warn(self.step, warning)
+            warn(self.step, f"{where}{warning}")
 
     def save_on_error(self, error: Exception, save: Callable[[], object]) -> None:
         """Save on the way out of a failed run, and keep the error's message if the disk is full.

@@ -16,6 +16,13 @@ NORM = {f"blocks.{i}.to_q.lora_A.weight": 1e-3 for i in range(10)}
 LARGEST = "ratio drift, largest/smallest step"
 
 
+def steep(images, prompts):
+    return images.mean((1, 2, 3)).round() + 0 * images.sum((1, 2, 3))
+
+
+steep.differentiable = True
+
+
 def checked(trainer: FlowGRPOTrainer) -> dict[str, Status]:
     return statuses(RunChecks(trainer).check_update())
 
@@ -82,6 +89,11 @@ def test_a_gradient_without_signal_is_not_judged(trainer, overrides):
     """Its size, its coverage and the ratios would be blamed on settings, and the cause is the reward."""
     results = checked(trainer(*overrides, reward=flat))
     assert {name: status for name, status in results.items() if status != OK} == {"gradient": WARNING}
+
+
+def test_a_gradient_of_the_reward_that_is_0_is_the_only_finding(trainer):
+    results = checked(trainer("objective={name: refl}", reward=steep))
+    assert {name: status for name, status in results.items() if status != OK} == {"gradient": ERROR}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from support.run_contents import MEASURED
 from flow_grpo import objectives, sampling
 from flow_grpo.config.reward_gradient_objectives import Draft, FlowBp, Refl
 from flow_grpo.data.prompts import join_sets
+from flow_grpo.report.summary import headline
 from flow_grpo.run_folder.metrics_file import read_metrics
+from flow_grpo.run_folder.reader import RunReader
 from flow_grpo.sde import predict_x0
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.reward_gradients import Endpoint
@@ -39,7 +41,11 @@ def hundred(images, prompts):
     return 100 + redness(images, prompts)
 
 
-redness.differentiable = detail.differentiable = hundred.differentiable = True
+def steep(images, prompts):
+    return brightness(images, prompts).mul(1e3).round() + 0 * redness(images, prompts)
+
+
+steep.differentiable = redness.differentiable = detail.differentiable = hundred.differentiable = True
 
 
 def settings(name, **changes):
@@ -502,6 +508,16 @@ def test_a_stage_has_the_default_kl_of_its_objective():
     stages = [{"steps": 1, "objective": "refl"}, {"steps": 1, "objective": "grpo"}]
     args = small.FlowGRPOConfig(prompts="p.txt", stages=stages)
     assert [part.objective.kl_weight for _, part in args.resolved_stages()] == [0.03, 0.0]
+
+
+@pytest.mark.parametrize("name", ["refl", "mend", "opsd"])
+def test_a_run_says_that_nothing_was_learned_where_the_gradient_is_0(tmp_path, name):
+    trainer(name, steep, steps=2, output_dir=str(tmp_path / "run")).train()
+    run = RunReader(tmp_path / "run")
+    (warning,) = run.warnings
+    assert warning["step"] == 1
+    assert warning["warning"].startswith("in step 1 the gradient of the rewards was 0, so nothing was learned.")
+    assert headline(run).endswith("but nothing was learned: in every step the gradient of the rewards was 0.")
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------
