@@ -18,7 +18,7 @@ from flow_grpo.files import expanded
 from flow_grpo.rewards.calls import Reward, check_inputs
 from flow_grpo.rewards.networks import with_index
 from flow_grpo.rewards.scopes import Framed, Frames, check_sendable, signature, with_attributes_of
-from flow_grpo.rewards.user_code import KNOWN, guarded
+from flow_grpo.rewards.user_code import KNOWN, UserCodeError, guarded
 
 REGISTRY = {
     "ocr": "flow_grpo.rewards.ocr:OCR",
@@ -193,8 +193,17 @@ def docstring(name: str) -> str:
 
 
 def _import_module(kind: str, name: str, path: str) -> Any:
-    with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
-        return importlib.import_module(path)
+    try:
+        with guarded(f"{kind} {name}", lambda error: f"{kind} {name} could not be imported: {error}"):
+            return importlib.import_module(path)
+    except UserCodeError as error:
+        file, missing = f"{path.replace('.', '/')}.py", getattr(error.__cause__, "name", None)
+        if missing != path.partition(".")[0] or not Path(file).is_file():
+            raise
+        raise FlowGRPOError(
+            f"{kind} {name} could not be imported, since the working directory is not searched for modules: write "
+            f"{file}:{name.rpartition(':')[2]}, or set the environment variable PYTHONPATH=."
+        ) from error
 
 
 def _import_file(kind: str, path: str) -> Any:

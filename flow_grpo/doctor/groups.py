@@ -101,11 +101,9 @@ def _check_signal(stage: Stage, batch: PromptBatch, values: dict[str, Tensor], r
     results.append(zero_std_groups(has_signal.view_as(reward)[:, 0], reward, args.objective.stepwise))
     by_reward, weights = stage.groups.trained_rewards(batch, values)
     share, _ = advantages.shares(by_reward, weights, batch.group, method)
-    varies = by_reward.amax(0) > by_reward.amin(0)
+    is_called = weights.view(-1, weights.shape[-1]).any(0).tolist()  # by a prompt set of these groups
     names = stage.sampler.rewards.trained_weights
-    of_several = {
-        name: value for name, value, is_varied in zip(names, share.tolist(), varies.tolist(), strict=True) if is_varied
-    }
+    of_several = {name: value for name, value, called in zip(names, share.tolist(), is_called, strict=True) if called}
     if len(of_several) > 1:
         results.append(reward_shares(of_several, method))
     return results

@@ -156,11 +156,14 @@ def logged_shares(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def explain_small_share(share: dict[str, float], method: str | Callable[..., Tensor]) -> str | None:
-    """Advice on the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`.
+    """Advice on the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`, or if none has any spread.
 
     A share of exactly 0 is that of a reward without any spread within groups, which no weight changes.
     """
     with_spread = {name: value for name, value in share.items() if value != 0}
+    without = [name for name in share if name not in with_spread]
+    if with_spread and without:
+        return f"{' and '.join(without)} has no effect, since it gives all images of a prompt the same value: return finer values."
     if not with_spread or min(with_spread.values()) >= MIN_REWARD_SHARE:
         return None
     smallest = min(with_spread, key=lambda name: with_spread[name])

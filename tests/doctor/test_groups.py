@@ -58,9 +58,11 @@ def test_a_group_of_two_and_groups_without_signal(trainer):
     assert checked(trainer(reward=flat))["groups with zero reward std"] == ERROR
 
 
-def test_a_reward_without_effect_beside_another(trainer):
-    large = trainer(f"rewards={{'{SAMPLE_REWARDS}:brightness': 100.0, sharpness: 0.01}}")
-    assert checked(large)["shares of the advantage"] == WARNING
+@pytest.mark.parametrize(
+    "rewards", [f"'{SAMPLE_REWARDS}:brightness': 100.0, sharpness: 0.01", f"'{SAMPLE_REWARDS}:flat': 1, sharpness: 1"]
+)
+def test_a_reward_without_effect_beside_another(trainer, rewards):
+    assert checked(trainer(f"rewards={{{rewards}}}"))["shares of the advantage"] == WARNING
 
 
 def test_groups_with_zero_std_are_distinguished():

@@ -318,7 +318,11 @@ def dark(images, prompts):
         ("nowhere.py:dark", "there is no reward file nowhere.py."),
         ("ocr:1", "reward ocr:1: a weight follows the colon and a space: write `ocr: 1`."),
         ("own.py:dark:0.5", "a weight follows the colon and a space: write `own.py:dark: 0.5`."),
-        ("own:dark", "reward own:dark could not be imported: ModuleNotFoundError: No module named 'own'"),
+        (
+            "own:dark",
+            "reward own:dark could not be imported, since the working directory is not searched for modules: write own.py:dark,",
+        ),
+        ("owm:dark", "reward owm:dark could not be imported: ModuleNotFoundError: No module named 'owm'"),
         ("sub.other:dark", "could not be imported: ModuleNotFoundError"),
         ("fine.py:drak", "reward fine.py:drak: fine.py has no drak. Did you mean dark?"),
         ("fine.py:zzz", "reward fine.py:zzz: fine.py has no zzz."),
