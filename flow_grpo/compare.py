@@ -104,7 +104,9 @@ def parse_budget(text: str, evaluations: int) -> Budget:
     images, duration = re.fullmatch(r"images=(\d+)", text), re.fullmatch(r"(\d+\.?\d*)([sm])", text)
     amount = float(images[1]) if images else float(duration[1]) * SECONDS[duration[2]] if duration else 0.0
     if amount == 0:
-        raise FlowGRPOError(f"--budget {text} is none of 120s, 20m or images=5000.")
+        raise FlowGRPOError(
+            f"--budget {text} is no budget of each run: give seconds, minutes or images, as 120s, 20m or images=5000."
+        )
     return Budget(amount, "images" if images else "seconds", evaluations)
 
 
@@ -226,6 +228,8 @@ def _print_error_line(line: str) -> None:
 
 
 def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:
+    if len(set(configs)) < len(configs):
+        raise FlowGRPOError("one config is given twice: give each once; --seeds repeats its runs.")
     if len({Path(config).stem for config in configs}) < len(configs):
         raise FlowGRPOError("two of the configs have one file name: rename one, since runs are kept by that name.")
     for config in configs:
@@ -275,7 +279,7 @@ def _results(curves: list[list[CurvePoint]], metric: str) -> dict[str, float | N
     return {
         "seeds": len(curves),
         "end": statistics.mean(ends),
-        "range": max(ends) - min(ends),
+        "range": max(ends) - min(ends) if len(ends) > 1 else None,
         "worst fall": max([0.0, *falls]),
         "gain per 100 s": _rate(100 * gain, sum(point.seconds for point in last)),
         "gain per 1000 images": _rate(1000 * gain, sum(point.images for point in last)),

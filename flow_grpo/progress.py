@@ -5,6 +5,7 @@ lasted 2 seconds: in a terminal in a line that is replaced, below the progress b
 every 10 seconds. Of nested phases the innermost that has lasted so long is shown.
 """
 
+import codecs
 import io
 import sys
 import threading
@@ -20,6 +21,8 @@ from rich.progress import Progress
 from rich.text import Text
 
 PATIENCE, INTERVAL = 2.0, 10.0  # seconds until a phase is shown, and until it is shown again
+REPLACED = "flow_grpo.replaced"  # of `errors` in `open`
+IN_ASCII = {"−": "-", "–": "-", "±": "+-", "…": "...", "×": "x"}
 
 
 @dataclass
@@ -43,11 +46,18 @@ class Phase:
         return f"{self.name}:{share} {now - self.started:.0f} s"
 
 
+def _replaced(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(IN_ASCII.get(character, "?") for character in text), error.end
+
+
 def replace_unprintable() -> None:
     """From here on, characters that a terminal or a log can't show are replaced: they are no reason to end a run."""
+    codecs.register_error(REPLACED, _replaced)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors != "replace":
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != REPLACED:
+            stream.reconfigure(errors=REPLACED)
 
 
 _phases: list[Phase] = []  # the open phases, the innermost last

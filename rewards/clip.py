@@ -52,8 +52,9 @@ class OpenCLIP(torch.nn.Module):
             pretrained = str(FOLDERS[model] / WEIGHTS)
         if pretrained is None and not model.startswith(("hf-hub:", "local-dir:")):
             tags = open_clip.list_pretrained_tags_by_model(model)
-            known = f"give pretrained= one of {', '.join(tags)}" if tags else "open_clip knows no such model"
-            raise FlowGRPOError(f"{reward}: model {model} without weights: {known}, or a checkpoint file.")
+            advice = f"set `pretrained` to a checkpoint file or one of {', '.join(tags)}"
+            known = advice if tags else "open_clip knows no such model, so set `model` to one that it lists"
+            raise FlowGRPOError(f"{reward}: model {model} needs weights: {known}.")
         is_local = model.startswith("local-dir:") or Path(str(pretrained)).exists()
         try:
             with downloads(None if is_local else f"{model} {pretrained or ''}".strip()):

@@ -112,6 +112,8 @@ def evaluate(
     options = TargetOptions(
         config, overrides, prompt or prompt_set_of(prompt_source), grid_layout(rows, columns, padding, crop), limit
     )
+    if not words and not lora:
+        say(f"no target is given: this is the base model of {DEFAULT_CONFIG}")
     resolved = resolve_targets(words if words or lora else [DEFAULT_CONFIG], options, lora)
     for target in resolved:
         for line in target.image_set.note.splitlines() if isinstance(target, ImageTarget) else ():
@@ -164,5 +166,6 @@ def _write(scorecard: "Scorecard", folder: Path, settings: dict[str, Any], warni
     show(console, scorecard)
     for warning in dict.fromkeys(warnings):
         say(f"warning: {warning}")
+    replaced = " (in place of earlier ones)" if (folder / JSON).exists() else ""
     write(folder, scorecard, settings)
-    say(f"numbers: {', '.join(str(folder / name) for name in (JSON, MARKDOWN, CSV))}")
+    say(f"numbers: {', '.join(str(folder / name) for name in (JSON, MARKDOWN, CSV))}{replaced}")

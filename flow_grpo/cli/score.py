@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flow_grpo.cli.console import console
+from flow_grpo.cli.console import console, say
 from flow_grpo.cli.options import (
     IMAGES_HELP,
     Crop,
@@ -83,6 +83,7 @@ def score(
         others = {name: column for name, column in metadata.items() if name not in (*own, "sources")}
         records = [{name: column[i] for name, column in (own | others).items()} for i in range(len(image_set))]
         write_atomic(out, WRITERS[out.suffix.lower()](records))
+        say(f"scores: {out}")
 
 
 def _to_csv(records: list[dict[str, Any]]) -> str:

@@ -219,7 +219,7 @@ def read_source(name: str) -> Table:
         # a table of its folder's images may be a stranger's as the folder is; another file may name images anywhere
         return replace(table, folder=file.parent, stay_inside=file.name in FOLDER_FILES)
     if is_prompt_file(source):
-        raise FlowGRPOError(f"there is no prompt file {name}.")
+        raise FlowGRPOError(f"there is no file {name}.")
     if not DATA_SET.fullmatch(source):
         raise FlowGRPOError(
             f"{name[:200]!r} is not a prompt file, an address or a data set: write prompts into a file, one per line."

@@ -84,7 +84,8 @@ class RunTime:
 
     def __str__(self) -> str:
         evaluations = f" and {counted(self.evaluations, 'evaluation')}" if self.evaluations else ""
-        text = f"{counted(self.steps, 'step')}{evaluations} take {duration(self.seconds)}"
+        verb = "takes" if self.steps == 1 and not evaluations else "take"
+        text = f"{counted(self.steps, 'step')}{evaluations} {verb} {duration(self.seconds)}"
         if self.evaluations < 2 or self.evaluated is None:
             return text
         return f"{text}; the evaluation at step {self.evaluated} ends after {duration(self.seconds_to_evaluation)}"

@@ -22,7 +22,10 @@ def equal_runs(folder, names):
 
 @pytest.mark.parametrize("text", ["", "120", "0s", "-5m", "infs", "images=", "images=0", "images=5s", "2h"])
 def test_what_is_no_budget_is_one_sentence(text):
-    with pytest.raises(FlowGRPOError, match=rf"^--budget {text} is none of 120s, 20m or images=5000\.$"):
+    with pytest.raises(
+        FlowGRPOError,
+        match=rf"^--budget {text} is no budget of each run: give seconds, minutes or images, as 120s, 20m or images=5000\.$",
+    ):
         parse_budget(text, 3)
 
 

@@ -360,7 +360,7 @@ def test_prompt_files_of_every_kind(tmp_path):
         ("p.jsonl", '{"words": "one"}\n', "no column `prompt`"),
         ("p.jsonl", '{"prompt": "  "}\n', "is not a prompt"),
         ("p.docx", "x", "is not a .txt"),
-        ("missing.txt", None, "there is no prompt file"),
+        ("missing.txt", None, "there is no file"),
     ],
 )
 def test_a_bad_prompt_file_is_a_clear_error(tmp_path, name, content, words):

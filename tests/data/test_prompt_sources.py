@@ -120,7 +120,7 @@ def test_sample_takes_no_file_or_folder_for_words(tmp_path, monkeypatch):
         "empty": "is a folder without prompts",
         "empty/": "is a folder without prompts",
         "missing/": "is not a prompt file",
-        "missing.csv": "there is no prompt file",
+        "missing.csv": "there is no file",
         "notes": r"notes is not a \.txt",
         ".": "is a folder without prompts",
     }.items():

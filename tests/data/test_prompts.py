@@ -167,7 +167,7 @@ pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.s
         ("p.csv", b'prompt\n"never closed\n', "not valid CSV"),
         ("p.csv", b"a red fox\n", "no column `prompt`; it has a red fox"),
         ("p.docx", b"x", "is not a .txt"),
-        ("p.txt", None, "there is no prompt file"),
+        ("p.txt", None, "there is no file"),
     ],
 )
 def test_a_bad_prompt_file_is_a_clear_error_with_its_name(tmp_path, name, content, sentence):

@@ -42,7 +42,7 @@ def refused(args: FlowGRPOConfig) -> str:
 EARLY = {
     "device=foo": "device=foo can't be used here",
     "prompts_per_step=3000": "prompts_per_step=3000, but there are only 2232 prompts",
-    "prompts=missing.txt": "there is no prompt file missing.txt",
+    "prompts=missing.txt": "there is no file missing.txt",
     "rewards={orc: 1}": "Did you mean ocr",
     "rewards={color: {options: {size: 1}}}": "reward color",
     f"rewards={{{SAMPLES}:missing: 1}}": "has no missing",
