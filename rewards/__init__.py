@@ -11,7 +11,7 @@ The package's own name is `flow_grpo.rewards`, which a user's rewards.py can't h
 """
 
 from flow_grpo.rewards.calls import Reward, call_reward, score
-from flow_grpo.rewards.gradients import RewardGradient, check_differentiable, reward_gradient
+from flow_grpo.rewards.gradients import ValueAndGradient, check_differentiable, value_and_gradient
 from flow_grpo.rewards.images import takes_pil
 from flow_grpo.rewards.loading import REGISTRY, check_options, docstring, load, locate, metric_names, reads_prompts
 from flow_grpo.rewards.scopes import scope_of
@@ -20,7 +20,7 @@ from flow_grpo.rewards.scoring import WeightedSum, row_weights
 __all__ = [
     "REGISTRY",
     "Reward",
-    "RewardGradient",
+    "ValueAndGradient",
     "WeightedSum",
     "call_reward",
     "check_differentiable",
@@ -30,11 +30,11 @@ __all__ = [
     "locate",
     "metric_names",
     "reads_prompts",
-    "reward_gradient",
     "row_weights",
     "scope_of",
     "score",
     "takes_pil",
+    "value_and_gradient",
 ]
 
 if __name__ == "rewards":

@@ -23,7 +23,7 @@ class NoGradient(FlowGRPOError):
     """A reward has no gradient, whatever it is called with."""
 
 
-class RewardGradient(NamedTuple):
+class ValueAndGradient(NamedTuple):
     """The values of a reward for B images, and its gradients.
 
     Attributes:
@@ -37,15 +37,15 @@ class RewardGradient(NamedTuple):
     fall: Tensor | None = None
 
 
-def without_gradient(images: Tensor, rho: float | Tensor) -> RewardGradient:
+def without_gradient(images: Tensor, rho: float | Tensor) -> ValueAndGradient:
     """Of B images without a value: values NaN, gradients 0."""
     missing = torch.full((len(images),), math.nan)
-    return RewardGradient(missing, torch.zeros_like(images), missing.clone() if torch.as_tensor(rho).any() else None)
+    return ValueAndGradient(missing, torch.zeros_like(images), missing.clone() if torch.as_tensor(rho).any() else None)
 
 
-def reward_gradient(
+def value_and_gradient(
     name: str, reward: Reward, images: Tensor, prompts: list[str], metadata: dict[str, Any], rho: float | Tensor = 0.0
-) -> RewardGradient:
+) -> ValueAndGradient:
     """The values of a differentiable reward and their gradients, by one call and one backward pass; values may be NaN, as in `call_reward`.
 
     Args:
@@ -57,7 +57,7 @@ def reward_gradient(
     """
     check_differentiable(name, reward)
 
-    def at(images: Tensor) -> RewardGradient:
+    def at(images: Tensor) -> ValueAndGradient:
         leaf = images.detach().clone().requires_grad_()
         with torch.enable_grad():
             values = call_reward(name, reward, leaf, prompts, metadata, graph=True)
@@ -66,7 +66,7 @@ def reward_gradient(
         if len(broken):  # here, since a step along it would make images that no reward has a value for
             prompt = prompts[int(broken[0])][:MAX_PROMPT_LENGTH]
             raise FlowGRPOError(f"reward {name} has a gradient that is not finite for the prompt {prompt!r}.")
-        return RewardGradient(values.detach(), gradient)
+        return ValueAndGradient(values.detach(), gradient)
 
     return smoothed(at, images, rho) if torch.as_tensor(rho).any() else at(images)
 
@@ -121,7 +121,7 @@ def against(gradient: Tensor, rho: float | Tensor = RHO) -> Tensor:
     return -of_image * gradient / norm.clamp(min=torch.finfo(gradient.dtype).tiny)
 
 
-def smoothed(at: Callable[[Tensor], RewardGradient], images: Tensor, rho: float | Tensor = RHO) -> RewardGradient:
+def smoothed(at: Callable[[Tensor], ValueAndGradient], images: Tensor, rho: float | Tensor = RHO) -> ValueAndGradient:
     """The gradient of a flattened reward, and how sharp the reward is: RSA-FT's smoothing in image space (arXiv 2603.21175).
 
     The flattened reward is the lowest one within a distance `rho`, by one step: r(x + d), d = -rho g / |g|, g the gradient at x (eq. 15).
@@ -137,7 +137,7 @@ def smoothed(at: Callable[[Tensor], RewardGradient], images: Tensor, rho: float 
     here = at(images)
     moved = at(images + against(here.gradient, rho))
     value = here.value.where(moved.value.isfinite(), torch.nan)
-    return RewardGradient(value, moved.gradient, (value - moved.value) * torch.as_tensor(rho).sign().to(value))
+    return ValueAndGradient(value, moved.gradient, (value - moved.value) * torch.as_tensor(rho).sign().to(value))
 
 
 def energy_share(gradient: Tensor, share: float = 0.01) -> Tensor:

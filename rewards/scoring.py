@@ -12,7 +12,13 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards import scopes
 from flow_grpo.rewards.calls import Reward, RewardInputs, call_reward, check_finite, is_concurrent
-from flow_grpo.rewards.gradients import NoGradient, RewardGradient, check_differentiable, reward_gradient, without_gradient
+from flow_grpo.rewards.gradients import (
+    NoGradient,
+    ValueAndGradient,
+    check_differentiable,
+    value_and_gradient,
+    without_gradient,
+)
 from flow_grpo.rewards.interrupt import in_thread
 from flow_grpo.rewards.user_code import UserCodeMemoryError
 
@@ -73,7 +79,7 @@ class WeightedSum:
 
     def gradients(
         self, images: Tensor, prompts: list[str], rho: float = 0.0, /, **metadata: Any
-    ) -> dict[str, RewardGradient]:
+    ) -> dict[str, ValueAndGradient]:
         """The values and gradients of each trained reward by name, without its weight, one reward and its backward pass after another.
 
         Where a reward of `drop_on_error` failed, and where a prompt's set does not name the reward, its value is NaN and its gradient 0.
@@ -183,9 +189,9 @@ class WeightedSum:
             return self._finite(name, values, batch.prompts)
         return torch.full((len(batch.prompts),), math.nan)
 
-    def _gradient_of_one(self, name: str, batch: RewardInputs, rho: float | Tensor) -> RewardGradient:
+    def _gradient_of_one(self, name: str, batch: RewardInputs, rho: float | Tensor) -> ValueAndGradient:
         with self._dropping(name):
-            result = reward_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
+            result = value_and_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
             return result._replace(value=self._finite(name, result.value, batch.prompts))
         return without_gradient(batch.images, rho)
 

@@ -263,7 +263,7 @@ def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: 
     )
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
     if with_gradient:
-        reward_kit.reward_gradient(name, reward, images, batch.prompts, batch.columns())
+        reward_kit.value_and_gradient(name, reward, images, batch.prompts, batch.columns())
 
 
 def _rows_of(name: str, prompts: PromptSet) -> list[int]:

@@ -79,8 +79,8 @@ def gradient_stats(name: str, reward: rewards.Reward, inputs: RewardInputs) -> G
     some = inputs.take(evenly_spaced(NUM_WITH_GRADIENT, len(inputs.prompts)))
     images = some.images.float()
 
-    def at(images: Tensor) -> rewards.RewardGradient:
-        return rewards.reward_gradient(name, reward, images, some.prompts, some.columns)
+    def at(images: Tensor) -> rewards.ValueAndGradient:
+        return rewards.value_and_gradient(name, reward, images, some.prompts, some.columns)
 
     try:
         here = at(images)

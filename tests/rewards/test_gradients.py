@@ -7,7 +7,7 @@ import torch
 
 from flow_grpo import rewards
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.gradients import RHO, RewardGradient, against, energy_share, smoothed
+from flow_grpo.rewards.gradients import RHO, ValueAndGradient, against, energy_share, smoothed
 from flow_grpo.rewards.serving.client import Remote
 from flow_grpo.rewards.serving.subprocess import Isolated
 
@@ -191,7 +191,7 @@ def test_the_smoothed_gradient_of_a_quadratic_is_its_closed_form():
 
     def at(images):
         flat = images.flatten(1)
-        return RewardGradient(flat @ b - (flat @ a * flat).sum(1) / 2, (b - flat @ a).view_as(images))
+        return ValueAndGradient(flat @ b - (flat @ a * flat).sum(1) / 2, (b - flat @ a).view_as(images))
 
     value, gradient, _ = at(x)
     for rho in (RHO, 0.5):

@@ -275,7 +275,7 @@ def test_the_gradient_is_the_finite_difference_in_float64(load, images, name):
     # Qwen2-VL rotates queries and keys in float32, whatever its dtype
     count, step, tolerance = (1, 3e-3, 1e-3) if name == "hpsv3" else (3, 1e-6, 1e-5)
     reward, x, prompts = load(name).double(), images[:count].double(), PROMPTS[:count]
-    gradient = rewards.scoring.reward_gradient(name, reward, x, prompts, {}).gradient
+    gradient = rewards.scoring.value_and_gradient(name, reward, x, prompts, {}).gradient
     direction = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1))
     ends = [reward((x + sign * step * direction).requires_grad_(), prompts).detach() for sign in (1, -1)]
     slope = (gradient * direction).flatten(1).sum(1)

@@ -150,7 +150,7 @@ def test_no_images_have_no_values(scope):
     nothing = torch.zeros(0, 3, 4, 4)
     assert rewards.score("mine", not_called, nothing, []).shape == (0,)
     if scope == scopes.IMAGE:
-        assert rewards.reward_gradient("mine", not_called, nothing, [], {}).gradient.shape == nothing.shape
+        assert rewards.value_and_gradient("mine", not_called, nothing, [], {}).gradient.shape == nothing.shape
 
 
 def test_pil_images_in_place_of_every_tensor():
