@@ -30,7 +30,7 @@ from flow_grpo.files import write_atomic
 from flow_grpo.policy.library_logging import quiet_libraries
 from flow_grpo.policy.step_meter import peak_memory
 from flow_grpo.progress import phase, show_phases
-from flow_grpo.rewards.interrupt import exit_with_parent
+from flow_grpo.rewards.threads import exit_with_parent
 from flow_grpo.run_folder import checkpoint, layout
 from flow_grpo.text import counted, markdown_table
 

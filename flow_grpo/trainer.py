@@ -14,13 +14,13 @@ from flow_grpo.data.prompts import Prompts
 from flow_grpo.errors import Interrupted
 from flow_grpo.evaluation.evaluator import Evaluator
 from flow_grpo.report import page
-from flow_grpo.rewards.interrupt import background
+from flow_grpo.rewards.threads import background
 from flow_grpo.run_folder import layout, opening
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.group_advantages import experience_of
-from flow_grpo.training.interrupt import handle_signals
 from flow_grpo.training.setup import build_run, run_headline
+from flow_grpo.training.signals import handle_signals
 from flow_grpo.training.start_checks import sentences
 from flow_grpo.training.state import RunState, Stage
 from flow_grpo.types import Evaluation, Experience

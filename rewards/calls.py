@@ -24,8 +24,8 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards import scopes
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
-from flow_grpo.rewards.interrupt import in_thread
 from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video, signature
+from flow_grpo.rewards.threads import in_thread
 from flow_grpo.rewards.user_code import UserCodeError, guarded, one_sentence
 
 ROWS = "metadata"  # a parameter that gets the metadata as one dict for each image

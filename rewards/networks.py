@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import Compose, InterpolationMode, Resize, ToTensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.interrupt import current_gpu
+from flow_grpo.rewards.threads import current_gpu
 
 AUTO = "auto"  # the GPU if there is one, else the CPU
 

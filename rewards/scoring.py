@@ -19,7 +19,7 @@ from flow_grpo.rewards.gradients import (
     value_and_gradient,
     without_gradient,
 )
-from flow_grpo.rewards.interrupt import in_thread
+from flow_grpo.rewards.threads import in_thread
 from flow_grpo.rewards.user_code import UserCodeMemoryError
 
 REWARDS_COLUMN = "rewards"  # metadata of a prompt of several sets: the weights of its set's rewards by name

@@ -14,7 +14,7 @@ from flow_grpo.policy.devices import fastest
 from flow_grpo.policy.memory import on_device, pin_together
 from flow_grpo.policy.step_meter import StepMeter
 from flow_grpo.rewards import load
-from flow_grpo.rewards.interrupt import call_interruptibly
+from flow_grpo.rewards.threads import call_interruptibly
 from flow_grpo.trainer import FlowGRPOTrainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

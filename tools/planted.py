@@ -792,17 +792,17 @@ BUGS = [
     ),
     (
         "a step that is made anew calls a reward that is still at the last one",
-        "rewards/interrupt.py",
+        "rewards/threads.py",
         "        wait_for(thread.close(), should_stop)  # no reward is called twice at a time\n        raise",
         "        thread.close()\n        raise",
-        "tests/training/test_interrupt.py -k under_way",
+        "tests/training/test_signals.py -k under_way",
     ),
     (
         "one Ctrl-C that is heard twice kills",
-        "flow_grpo/training/interrupt.py",
+        "flow_grpo/training/signals.py",
         "elif time.monotonic() - began > DEBOUNCE:",
         "else:",
-        "tests/training/test_interrupt.py -k heard_twice",
+        "tests/training/test_signals.py -k heard_twice",
     ),
     (
         "a reward's process that died is said to serve no more, and not why",

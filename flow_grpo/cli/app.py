@@ -31,7 +31,7 @@ from flow_grpo.distributed.launchers import AUTO
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy.library_logging import before_imports
 from flow_grpo.progress import show_phases
-from flow_grpo.training import interrupt
+from flow_grpo.training import signals
 
 COMMANDS: dict[str, Callable[..., None]] = {  # in the order of --help
     "train": train,
@@ -123,7 +123,7 @@ def run() -> None:
     before_imports()
     prepare_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        interrupt.exit_on_second_interrupt(_interrupted)
+        signals.exit_on_second_interrupt(_interrupted)
     words = [word for word in sys.argv[1:] if word != "--traceback"]
     if len(words) < len(sys.argv[1:]):
         os.environ[TRACEBACK] = "1"
@@ -138,7 +138,7 @@ def run() -> None:
         with exit_on_error(), show_phases(phases) if is_main_rank else nullcontext():
             app(words, standalone_mode=True)
     except SystemExit as end:
-        interrupt.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
+        signals.exit_if_busy(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
 
 

@@ -16,7 +16,7 @@ from flow_grpo.errors import FlowGRPOError
 from flow_grpo.figures import draw_or_warn, new_figure, save_figure
 from flow_grpo.policy.policy import Policy
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.interrupt import call_interruptibly
+from flow_grpo.rewards.threads import call_interruptibly
 from flow_grpo.text import counted
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.rollouts import ImageSampler

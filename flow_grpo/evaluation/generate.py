@@ -17,7 +17,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import Phase, phase
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.images import to_bytes
-from flow_grpo.rewards.interrupt import call_interruptibly
+from flow_grpo.rewards.threads import call_interruptibly
 from flow_grpo.run_folder.samples import best_and_worst
 from flow_grpo.text import counted
 from flow_grpo.types import Evaluation

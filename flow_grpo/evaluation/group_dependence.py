@@ -11,8 +11,8 @@ from flow_grpo import rewards
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
-from flow_grpo.rewards.interrupt import call_interruptibly
 from flow_grpo.rewards.scopes import IMAGE, scope_of
+from flow_grpo.rewards.threads import call_interruptibly
 from flow_grpo.text import counted
 from flow_grpo.training.setup import reason_not_to_call
 

@@ -20,7 +20,7 @@ from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.interrupt import DaemonThread, wait_for
+from flow_grpo.rewards.threads import DaemonThread, wait_for
 from flow_grpo.training.reward_gradients import Endpoint, EndpointGradients, ImageMover
 from flow_grpo.types import GradientStates, PromptBatch, Scores, StochasticSteps, Trajectory, take_rows
 

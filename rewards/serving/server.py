@@ -43,10 +43,10 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.calls import Reward, call_reward, named_columns
 from flow_grpo.rewards.images import SOURCES, to_rgb
-from flow_grpo.rewards.interrupt import DaemonThread, exit_with_parent
 from flow_grpo.rewards.loading import load
 from flow_grpo.rewards.scopes import IMAGE, frames_of, scope_of
 from flow_grpo.rewards.serving.sources import unpack_sources
+from flow_grpo.rewards.threads import DaemonThread, exit_with_parent
 
 RAW = "application/x-safetensors"
 SHUTDOWN_TIMEOUT = 5  # seconds that running requests have to finish when the server shuts down

@@ -17,9 +17,9 @@ from torch import Tensor
 import flow_grpo
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import expanded
-from flow_grpo.rewards.interrupt import DaemonThread, current_gpu
 from flow_grpo.rewards.serving.client import NoServer, Remote
 from flow_grpo.rewards.serving.retry import Refused
+from flow_grpo.rewards.threads import DaemonThread, current_gpu
 
 # Only this package is imported from here: with its folder on sys.path, everything installed next to it could be imported too.
 START = """

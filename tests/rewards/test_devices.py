@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flow_grpo import rewards
-from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.rewards.networks import AUTO, current_gpu, usable_device, with_index
 from flow_grpo.rewards.ocr import OCR
+from flow_grpo.rewards.threads import DaemonThread
 
 INDEX = """
 class Index:

@@ -11,7 +11,7 @@ import torch
 
 from flow_grpo import rewards
 from flow_grpo.rewards import scopes
-from flow_grpo.rewards.interrupt import DaemonThread, call_interruptibly
+from flow_grpo.rewards.threads import DaemonThread, call_interruptibly
 
 IMAGES, PROMPTS = torch.stack([torch.full((3, 4, 4), value) for value in (0.25, 0.5)]), ["a fox", "a cat"]
 

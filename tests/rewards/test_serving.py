@@ -37,13 +37,13 @@ from flow_grpo import FlowGRPOTrainer, rewards
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.rewards.interrupt import DaemonThread
 from flow_grpo.rewards.judge import Judge
 from flow_grpo.rewards.scopes import frames_of
 from flow_grpo.rewards.serving.client import Remote, encode, png
 from flow_grpo.rewards.serving.retry import Client
 from flow_grpo.rewards.serving.server import RAW, Limits, application, checked, decode, serve
 from flow_grpo.rewards.serving.subprocess import Isolated
+from flow_grpo.rewards.threads import DaemonThread
 from flow_grpo.tracking.tracker import read_metrics
 
 SAMPLES = SAMPLE_REWARDS

@@ -15,7 +15,7 @@ from flow_grpo import advantages, sampling
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import Interrupted
 from flow_grpo.rewards import WeightedSum
-from flow_grpo.rewards.interrupt import DaemonThread, wait_for
+from flow_grpo.rewards.threads import DaemonThread, wait_for
 from flow_grpo.sampling import SOLVERS
 from flow_grpo.training.critic import Critic
 from flow_grpo.training.group_advantages import GroupAdvantages, select_rows

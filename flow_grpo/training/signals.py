@@ -46,7 +46,7 @@ def exit_now() -> None:
 
 def exit_if_busy(code: int) -> None:
     """End the process with this status if a reward is still within a call, which nobody waits for; else return."""
-    loaded = sys.modules.get("flow_grpo.rewards.interrupt")
+    loaded = sys.modules.get("flow_grpo.rewards.threads")
     if loaded is not None and loaded.DaemonThread.any_busy():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -21,10 +21,10 @@ from support.run_contents import MEASURED
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
 from flow_grpo.errors import Interrupted
-from flow_grpo.rewards.interrupt import DaemonThread, background, wait_for
+from flow_grpo.rewards.threads import DaemonThread, background, wait_for
 from flow_grpo.tracking.tracker import read_metrics
 from flow_grpo.trainer import FlowGRPOTrainer
-from flow_grpo.training import interrupt
+from flow_grpo.training import signals
 
 # Brightness. While a file `hang` with a number and a manner is there, the call of that number hangs in that manner.
 MINE = """
@@ -142,7 +142,7 @@ def test_the_second_ctrl_c_ends_a_command_that_does_not_heed_the_first(tmp_path)
     in_it(command, tmp_path)
     os.kill(command.process.pid, signal.SIGINT)
     command.wait_for((tmp_path / "heard").exists)
-    time.sleep(1.2 * interrupt.DEBOUNCE)
+    time.sleep(1.2 * signals.DEBOUNCE)
     os.kill(command.process.pid, signal.SIGINT)
     command.finish(130)
 
@@ -226,7 +226,7 @@ def test_a_wait_returns_the_result_or_the_error_and_ends_when_the_run_is_to_stop
 
 SCRIPT = """
 import time, torch
-from flow_grpo.rewards.interrupt import DaemonThread
+from flow_grpo.rewards.threads import DaemonThread
 def multiply():
     x, end = torch.randn(500, 500), time.monotonic() + 0.5
     while time.monotonic() < end:
@@ -268,12 +268,12 @@ def test_an_error_waits_for_the_call_that_is_under_way():
 
 TWICE = """
 import signal, time
-from flow_grpo.training import interrupt
-interrupt.exit_on_second_interrupt(lambda: print("asked", flush=True))
+from flow_grpo.training import signals
+signals.exit_on_second_interrupt(lambda: print("asked", flush=True))
 signal.raise_signal(signal.SIGINT)
 signal.raise_signal(signal.SIGINT)
 print("goes on", flush=True)
-time.sleep(1.1 * interrupt.DEBOUNCE)
+time.sleep(1.1 * signals.DEBOUNCE)
 signal.raise_signal(signal.SIGINT)
 print("never", flush=True)
 """
