@@ -229,7 +229,7 @@ class ImageMover(Protocol):
         """The velocities at the trained states that lead to the moved images."""
 
 
-class Mending(Comparer):
+class MendMover(Comparer):
     """Moves images along the gradient of their reward, as `mend` does, and weighs moved and kept ones.
 
     Attributes:
@@ -312,7 +312,7 @@ def _rows_of_sets(batch: PromptBatch) -> dict[str, Tensor]:
     return rows_by_set(batch.metadata) or {"": torch.ones(len(batch.prompts), dtype=torch.bool)}
 
 
-class BothWays:
+class OpsdMover:
     """Moves the images that a state predicts along and against the gradient of their rewards, as `opsd` does.
 
     The paper projects the moved image to the ball of the budget's radius; steps whose lengths add up to the budget never leave it.

@@ -22,7 +22,7 @@ from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
 from flow_grpo.training.group_advantages import Comparer, GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.offline import GivenImages
-from flow_grpo.training.reward_gradients import BothWays, GradientWeights, ImageMover, Mending
+from flow_grpo.training.reward_gradients import GradientWeights, ImageMover, MendMover, OpsdMover
 from flow_grpo.training.rollouts import ImageSampler
 from flow_grpo.training.start_checks import local_microbatch
 from flow_grpo.training.update import PolicyUpdate
@@ -169,10 +169,10 @@ class Stage:
         if objective.needs.critic:
             return CriticAdvantages(self.policy, self._new_critic(), self.groups), None
         if isinstance(objective, Mend):
-            mending = Mending(objective, self.groups, self.processes)
-            return mending, mending
+            mover = MendMover(objective, self.groups, self.processes)
+            return mover, mover
         if isinstance(objective, Opsd):
-            return self.groups, BothWays(objective, self.groups)
+            return self.groups, OpsdMover(objective, self.groups)
         by_gradient = isinstance(objective, RewardGradient)
         return GradientWeights(self.groups, self.processes) if by_gradient else self.groups, None
 
