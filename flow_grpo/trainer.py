@@ -143,7 +143,7 @@ class FlowGRPOTrainer:
                 experience = self.experience()
                 metrics = self.stage.update(experience, self.step)  # losses -> gradients -> optimizer
         assert experience is not None
-        metrics = self.stage.step_metrics(self.step, experience, metrics)
+        metrics = self.stage.finish_step(self.step, experience, metrics)
         self.state.step += 1
         if self.step == 1 or self._evaluation_is_due:
             self.evaluator.record_groups(self.step, experience)

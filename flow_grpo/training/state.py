@@ -101,8 +101,12 @@ class Stage:
             if not isinstance(error, torch.OutOfMemoryError) or not self._halve_microbatch():
                 raise
 
-    def step_metrics(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
-        """All metrics of the training step `step`, given those of its update: with those of its images, its time and its speed."""
+    def finish_step(self, step: int, experience: Experience, metrics: dict[str, float]) -> dict[str, float]:
+        """Set `has_advantage`, and warn after the stage's first step if a reward has no effect. Returns all metrics of the step.
+
+        Args:
+            metrics: of its update; those of its images, its time and its speed are added.
+        """
         self.update.mid_step = True  # the weights have changed, and the step is not counted: an error must not save them
         self.has_advantage = experience.has_advantage or self.args.objective.needs.anchors
         meter, processes = self.policy.meter, self.processes
