@@ -21,13 +21,13 @@ class TrainedState:
         step: of the schedule; the state is the one before it.
         factor: derivative of the endpoint by the velocity; by Euler's steps below 0.
         predicted: whether the endpoint is the image that the velocity predicts, not the final latents.
-        noised_copy: whether the state is the final latents noised afresh to the step's sigma; the number of the copy, from 1 on.
+        copy_number: for a copy of the final latents that is noised to the sigma of `step`, its number, from 1 on; None for a visited state.
     """
 
     step: int
     factor: float
     predicted: bool = False
-    noised_copy: int = 0
+    copy_number: int | None = None
 
 
 Draw = Callable[[list[float], int], list[int]]
@@ -107,7 +107,7 @@ class Draft(RewardGradient):
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
         last = len(derivatives) - 1
-        copies = [TrainedState(last, -sigmas[last], predicted=True, noised_copy=j + 1) for j in range(self.NOISED_COPIES)]
+        copies = [TrainedState(last, -sigmas[last], predicted=True, copy_number=j + 1) for j in range(self.NOISED_COPIES)]
         return [TrainedState(last, derivatives[last]), *copies]
 
 

@@ -74,7 +74,9 @@ class EndpointGradients:
         """
         sigmas, final = trajectory.schedule.sigmas.tolist(), trajectory.final
         visits = [
-            self._noised_copy(trajectory, state, batch, step, microbatch) if state.noised_copy else visited[state.step]
+            visited[state.step]
+            if state.copy_number is None
+            else self._noised_copy(trajectory, state, batch, step, microbatch)
             for state in states
         ]
         ends = [
@@ -104,7 +106,7 @@ class EndpointGradients:
     ) -> tuple[Tensor, Tensor]:
         """The final latents noised to the sigma of the state's step, and the velocity there."""
         final, sigma = trajectory.final, trajectory.schedule.sigmas[state.step].item()
-        eps = sampling.batch_noise(final.shape[1:], batch, self.args.seed, "copy", step, state.noised_copy)
+        eps = sampling.batch_noise(final.shape[1:], batch, self.args.seed, "copy", step, state.copy_number)
         x = (1 - sigma) * final + sigma * eps.to(final.device)
         model = self.policy.with_guidance(self.args.sampling.guidance)
         conditioning = model.encode(batch.prompts)

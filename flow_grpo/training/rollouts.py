@@ -110,7 +110,7 @@ class ImageSampler:
 
         states = objective.trained_states(self.schedule.sigmas.tolist(), derivatives, draw)
         gradients = EndpointGradients(self.policy, self.args, objective, self.rewards)
-        visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if not state.noised_copy}
+        visited: dict[int, list[tuple[Tensor, Tensor]]] = {state.step: [] for state in states if state.copy_number is None}
         with self.policy.meter.timed("rollout"):
             trajectory = self.trajectory(step, batch, [], visited=visited)
         joined = {i: (torch.cat([x for x, _ in parts]), torch.cat([v for _, v in parts])) for i, parts in visited.items()}

@@ -87,8 +87,8 @@ def test_refl_trains_one_step_of_the_late_ones_equally_often(monkeypatch):
 
 def test_draft_trains_the_last_step_and_noised_copies():
     last, *copies = states(Draft())
-    assert (last.step, last.factor, last.predicted, last.noised_copy) == (4, -0.1, False, 0)
-    assert [(one.step, one.factor, one.predicted, one.noised_copy) for one in copies] == [
+    assert (last.step, last.factor, last.predicted, last.copy_number) == (4, -0.1, False, None)
+    assert [(one.step, one.factor, one.predicted, one.copy_number) for one in copies] == [
         (4, -0.1, True, 1),
         (4, -0.1, True, 2),
     ]
