@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flow_grpo import objectives
 from flow_grpo.config.anchor_config import AnchorConfig, Decay, DecayRamp
-from flow_grpo.config.objective import OLD_ADAPTER, Needs, Objective, OwnFunction
+from flow_grpo.config.objective import OLD_ADAPTER, CustomFunction, Needs, Objective
 from flow_grpo.config.sections import PathText, PositiveFloat, Share
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.types import Loss, NoisedImage
@@ -206,7 +206,7 @@ class Distill(ForwardProcess):
         return objectives.distill(image)
 
 
-class CustomForwardProcess(OwnFunction, ForwardProcess):
+class CustomForwardProcess(CustomFunction, ForwardProcess):
     """A user's own function on noised final latents: (NoisedImage, advantage (n,)) -> Loss."""
 
     family: Literal["forward_process"]

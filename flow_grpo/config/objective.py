@@ -188,7 +188,7 @@ class Objective(ConfigSection):
 OBJECTIVES: dict[str, type[Objective]] = {}  # by name; config/objective_by_name.py imports those of this package
 
 
-class OwnFunction(Objective):
+class CustomFunction(Objective):
     """The settings of a user's own function, which is stepwise or forward-process; none is by the gradient of rewards."""
 
     options: dict[str, Any] = Field(default_factory=dict)

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from flow_grpo import objectives
-from flow_grpo.config.objective import Needs, Objective, OwnFunction
+from flow_grpo.config.objective import CustomFunction, Needs, Objective
 from flow_grpo.config.sections import ConfigSection, PositiveFloat, PositiveInt
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.sde import TRANSITIONS, Transition
@@ -184,7 +184,7 @@ class Ppo(Clip, StepWeight, Stepwise):
         return objectives.grpo(step, advantage, low, high)
 
 
-class CustomStepwise(OwnFunction, StepWeight, Stepwise):
+class CustomStepwise(CustomFunction, StepWeight, Stepwise):
     """A user's own function on sampling steps: (TrainedStep, advantage (n,)) -> Loss."""
 
     family: Literal["stepwise"] = "stepwise"

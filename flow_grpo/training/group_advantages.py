@@ -15,7 +15,7 @@ from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
-from flow_grpo.training.own_functions import load_custom_function
+from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.types import Experience, GradientStates, PromptBatch, Scores, Trajectory
 
 MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward

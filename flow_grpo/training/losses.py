@@ -10,13 +10,13 @@ from torch import Tensor
 
 from flow_grpo import sampling
 from flow_grpo.config.forward_process_objectives import ForwardProcess
-from flow_grpo.config.objective import OwnFunction
+from flow_grpo.config.objective import CustomFunction
 from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.training.anchors import Anchors, Prediction, References
-from flow_grpo.training.own_functions import own_loss
+from flow_grpo.training.custom_functions import custom_loss
 from flow_grpo.types import (
     RATIO_DEVIATION,
     Experience,
@@ -178,7 +178,7 @@ class StepLoss(BatchLoss):
 
 def objective_function(objective: Stepwise | ForwardProcess) -> Callable[..., Loss]:
     """An objective as a function of rows and advantages."""
-    return functools.partial(own_loss, objective) if isinstance(objective, OwnFunction) else objective.loss
+    return functools.partial(custom_loss, objective) if isinstance(objective, CustomFunction) else objective.loss
 
 
 class LossMetrics:

@@ -25,8 +25,8 @@ from flow_grpo.rewards.loading import import_path
 from flow_grpo.run_folder.reader import dtype_of
 from flow_grpo.text import counted, suggest
 from flow_grpo.training.anchors import add_references
+from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.training.inputs import digests_of_inputs
-from flow_grpo.training.own_functions import load_custom_function
 from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like

@@ -31,8 +31,8 @@ from flow_grpo.rewards.calls import check_signature
 from flow_grpo.rewards.images import SOURCE, SOURCES
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
+from flow_grpo.training.custom_functions import check_custom_functions
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
-from flow_grpo.training.own_functions import check_custom_functions
 
 FEW_STEPS = re.compile(r"turbo|schnell|lightning|flash|hyper-?sd|[48]-?steps?|distill|klein(?!.*base)", re.IGNORECASE)
 FEW_STEP_SCHEDULERS = re.compile("LCM|SCM|TCD|FlowMap|PiFlow")
@@ -372,7 +372,7 @@ CHECKS: dict[Part, dict[str, Check]] = {
         "4 and 8 bit": eight_bit,
         "cache of embeddings": embedding_cache,
         "device": device,
-        "own functions": custom_functions,
+        "custom functions": custom_functions,
         "teachers": teachers,
         "shares of processes": shares,
         "micro-batches": small_microbatches,

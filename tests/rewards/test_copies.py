@@ -15,7 +15,7 @@ from dev.tiny import pretrain, world
 from flow_grpo import rewards
 from flow_grpo.rewards.calls import copied
 from flow_grpo.rewards.images import to_pil
-from flow_grpo.training.own_functions import load_custom_function
+from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.types import TrainedStep
 
 # tested where they have what they need: published weights, votes, sources, a server

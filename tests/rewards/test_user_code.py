@@ -22,7 +22,7 @@ from flow_grpo.rewards.serving import server
 from flow_grpo.rewards.serving.client import encode
 from flow_grpo.rewards.serving.subprocess import Isolated
 from flow_grpo.rewards.user_code import UserCodeError
-from flow_grpo.training.own_functions import load_custom_function
+from flow_grpo.training.custom_functions import load_custom_function
 
 IMAGES, PROMPTS = torch.zeros(2, 3, 4, 4), ["a fox", "a cat"]
 EXITS = """

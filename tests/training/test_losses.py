@@ -13,9 +13,9 @@ from flow_grpo import sampling, sde
 from flow_grpo.config.objective_by_name import section_type
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.policy import Policy
+from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.training.forward_process_loss import mean_by_group
 from flow_grpo.training.losses import ClipRange, LossMetrics
-from flow_grpo.training.own_functions import load_custom_function
 from flow_grpo.types import Experience, Loss, Schedule, Trajectory
 
 OWN = "tests/support/sample_objectives.py"

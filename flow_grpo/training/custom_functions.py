@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flow_grpo import rewards as reward_kit
-from flow_grpo.config.objective import Objective, OwnFunction, is_custom
+from flow_grpo.config.objective import CustomFunction, Objective, is_custom
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.rewards.calls import copied
 from flow_grpo.rewards.user_code import guarded
@@ -38,7 +38,7 @@ def load_custom_function(kind: str, name: str) -> Callable | None:
 
 def check_custom_functions(objective: Objective) -> None:
     """Check that the user's objective and advantage are there and take their arguments. FlowGRPOError if not."""
-    options = objective.options if isinstance(objective, OwnFunction) else {}
+    options = objective.options if isinstance(objective, CustomFunction) else {}
     for kind, name, own in (("objective", objective.name, options), ("advantage", objective.advantage, {})):
         function = load_custom_function(kind, name)
         if function is None:
@@ -56,7 +56,7 @@ def check_custom_functions(objective: Objective) -> None:
             raise FlowGRPOError(f"{kind} {name}: {error}.{hint}{takes}") from error
 
 
-def own_loss(objective: OwnFunction, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+def custom_loss(objective: CustomFunction, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
     """Call the user's objective, which returns a Loss or only its values (n,)."""
     function = load_custom_function("objective", objective.name)
     assert function
