@@ -40,7 +40,7 @@ class ForwardProcess(Objective):
         low, high = self.sigma_range
         return [i for i in range(steps) if low - 1e-9 <= 1 - i / steps <= high + 1e-9]
 
-    def losses_per_image(self, sampling_steps: int) -> int:
+    def num_losses(self, sampling_steps: int) -> int:
         return self.num_noise_levels
 
     def check_steps(self, sampling_steps: int) -> None:

@@ -134,8 +134,8 @@ class Objective(ConfigSection):
         """The settings that were given or have another value than their default, and the name, as plain values."""
         return {"name": self.name, **super().given()}
 
-    def losses_per_image(self, sampling_steps: int) -> int:
-        """The losses of an image: one for each trained step or noise level.
+    def num_losses(self, sampling_steps: int) -> int:
+        """The number of losses of an image: one for each trained step or noise level.
 
         Args:
             sampling_steps: of a rollout.

@@ -84,7 +84,7 @@ class Refl(RewardGradient):
 
     name: Literal["refl"] = "refl"
 
-    def losses_per_image(self, sampling_steps: int) -> int:
+    def num_losses(self, sampling_steps: int) -> int:
         return 1
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
@@ -102,7 +102,7 @@ class Draft(RewardGradient):
 
     name: Literal["draft"] = "draft"
 
-    def losses_per_image(self, sampling_steps: int) -> int:
+    def num_losses(self, sampling_steps: int) -> int:
         return 1 + self.NOISED_COPIES
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
@@ -122,11 +122,11 @@ class FlowBp(RewardGradient):
 
     name: Literal["flowbp"] = "flowbp"
 
-    def losses_per_image(self, sampling_steps: int) -> int:
+    def num_losses(self, sampling_steps: int) -> int:
         return min(self.TRAINED_STEPS, sampling_steps)
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:
-        steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.losses_per_image(len(derivatives))))
+        steps = sorted(draw([float(i + 1) for i in range(len(derivatives))], self.num_losses(len(derivatives))))
         correction = 1 + 0.5 * (sum(map(abs, derivatives)) / sum(abs(derivatives[i]) for i in steps) - 1)
         return [TrainedState(i, correction * derivatives[i]) for i in steps]
 
@@ -150,7 +150,7 @@ class MovedImages(RewardGradient):
     def sampling_adapter(self) -> str | None:
         return OLD_ADAPTER
 
-    def losses_per_image(self, sampling_steps: int) -> int:
+    def num_losses(self, sampling_steps: int) -> int:
         return 1
 
     def trained_states(self, sigmas: list[float], derivatives: list[float], draw: Draw) -> list[TrainedState]:

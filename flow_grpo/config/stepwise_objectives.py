@@ -88,7 +88,7 @@ class Stepwise(Objective):
         """The loss of n rows at one trained step. One with `clip_low: auto` also takes the clip range that was seen at this step."""
         raise NotImplementedError
 
-    def losses_per_image(self, sampling_steps: int) -> int:
+    def num_losses(self, sampling_steps: int) -> int:
         window = self.window
         return window.last_of(sampling_steps) - window.first_step + 1 if window.schedule == "all" else window.size
 

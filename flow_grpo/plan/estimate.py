@@ -156,7 +156,7 @@ class StepEstimator:
         fixed, slope = self._graph
         images = self.args.prompts_per_step * self.args.images_per_prompt / self.count
         graph = fixed + microbatch * slope
-        graphs = self.args.objective.losses_per_image(self.args.sampling.steps) * max(1.0, images / max(1, microbatch))
+        graphs = self.args.objective.num_losses(self.args.sampling.steps) * max(1.0, images / max(1, microbatch))
         bytes_by_phase = {name: self._fixed[name] + microbatch * per_row for name, per_row in self._per_row.items()}
         own = {"update": graph}
         return {name: max(size - own.get(name, 0.0), 0.0) + graphs * graph for name, size in bytes_by_phase.items()}
@@ -217,7 +217,7 @@ class StepEstimator:
     def _trajectories(self) -> float:
         """Bytes of all images' first and last states, and of each trained step's noise and its record of three states."""
         args = self.args
-        steps = args.objective.losses_per_image(args.sampling.steps) if args.objective.stepwise else 0
+        steps = args.objective.num_losses(args.sampling.steps) if args.objective.stepwise else 0
         states = 2 + steps * (1 if args.memory.offload_trajectories else 4)
         images = args.prompts_per_step * args.images_per_prompt / self.count
         return 4 * images * states * math.prod(self.trace.latent_shape)
@@ -247,7 +247,7 @@ class StepEstimator:
     def _operations(self, microbatch: int) -> tuple[float, float, float]:
         """Operations of a step in which every group has reward variance: `forward`, `update` and `recomputed` of `StepEstimate`."""
         args, objective, steps = self.args, self.args.objective, self.args.sampling.steps
-        trained = objective.losses_per_image(steps)
+        trained = objective.num_losses(steps)
         sampled = 0.0 if args.dataset else float(steps)
         # the steps before the window are computed once for a group
         if isinstance(objective, Stepwise) and objective.shared_initial_noise:

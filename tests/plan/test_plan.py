@@ -687,7 +687,7 @@ def test_a_rollout_with_guidance_takes_two_passes_a_step_and_the_update_none_mor
         StepEstimator(FlowGRPOConfig.from_yaml("tiny_grpo", [*lean, *more]), cuda=True, trace=one.trace)
         for one, more in ((guided, ["sampling.guidance=3"]), (default, []))
     )
-    trained = steps.args.objective.losses_per_image(steps.args.sampling.steps)
+    trained = steps.args.objective.num_losses(steps.args.sampling.steps)
     count = steps.args.prompts_per_step * steps.args.images_per_prompt
     more = steps.estimate(64).forward - once.estimate(64).forward
     assert more >= count * trained * forward, "a step records the probability by the trained velocity too"

@@ -106,7 +106,7 @@ def test_flowbp_trains_different_steps_by_their_corrected_length(monkeypatch):
     chance = [(i + 1) / 15 for i in range(5)]
     both = [p + sum(q * p / (1 - q) for k, q in enumerate(chance) if k != i) for i, p in enumerate(chance)]
     assert first == pytest.approx(both, abs=4 * 0.5 / math.sqrt(3000))
-    assert FlowBp().losses_per_image(1) == 1, "no more than there are"
+    assert FlowBp().num_losses(1) == 1, "no more than there are"
 
 
 @pytest.mark.parametrize("solver", sampling.SOLVERS)

@@ -57,7 +57,7 @@ def test_a_window_ends_with_the_schedule_and_may_fill_it():
 
 def test_by_default_the_last_step_is_not_trained():
     assert trained("all", 0, steps=4, last_step=None) == [1, 2]
-    assert Grpo(window={"first_step": 1}).losses_per_image(sampling_steps=4) == 2
+    assert Grpo(window={"first_step": 1}).num_losses(sampling_steps=4) == 2
 
 
 @pytest.mark.parametrize("schedule", ["fixed", "random"])
