@@ -34,11 +34,11 @@ CLASSES = (  # noqa: SIM905
     "clock,vase,scissors,teddy bear,hair drier,toothbrush"
 ).split(",")
 COLORS = ["red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white"]
-AROUND = 0x99 / 255  # the grey that replaces everything but the object
+GREY = 0x99 / 255  # the grey that replaces everything but the object
 THRESHOLD = 0.3  # minimum score of a detection
 COUNTING_THRESHOLD = 0.9  # the same, in counting prompts
-MOST = 16  # maximum number of detections of a class
-APART = 0.1  # minimum distance of centres, as a share of the sum of both sizes
+MAX_DETECTIONS = 16  # maximum number of detections of a class
+MIN_DISTANCE = 0.1  # minimum distance of centres, as a share of the sum of both sizes
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ColorNames:
 def crop(image: Tensor, detection: Detection) -> Image.Image:
     """Crop the box of an object from image (3, H, W), with grey around the object."""
     left, top, right, bottom = detection.box
-    alone = image.detach().float().cpu().where(detection.mask, torch.tensor(AROUND))[:, top:bottom, left:right]
+    alone = image.detach().float().cpu().where(detection.mask, torch.tensor(GREY))[:, top:bottom, left:right]
     return to_pil(alone[None])[0]
 
 
@@ -211,11 +211,11 @@ def check_demands(demands: Iterable[dict[str, Any]]) -> None:
 
 
 def confident(detections: list[Detection], threshold: float) -> dict[str, list[Detection]]:
-    """Detections by class above the threshold, the most confident first and at most MOST."""
+    """Detections by class above the threshold, the most confident first and at most MAX_DETECTIONS."""
     things: dict[str, list[Detection]] = {}
     for detection in sorted(detections, key=lambda d: -d.score):
         members = things.setdefault(detection.name, [])
-        if detection.score > threshold and len(members) < MOST:
+        if detection.score > threshold and len(members) < MAX_DETECTIONS:
             members.append(detection)
     return things
 
@@ -227,7 +227,7 @@ def relation(a: Detection, b: Detection) -> set[str]:
         centre = [(d.box[axis] + d.box[axis + 2]) / 2 for d in (a, b)]
         sizes = sum(abs(d.box[axis + 2] - d.box[axis]) for d in (a, b))
         offset.append(centre[0] - centre[1])
-        clear.append(math.copysign(max(abs(offset[axis]) - APART * sizes, 0), offset[axis]))
+        clear.append(math.copysign(max(abs(offset[axis]) - MIN_DISTANCE * sizes, 0), offset[axis]))
     if max(abs(c) for c in clear) < 1e-3:
         return set()
     x, y = (c / math.hypot(*offset) for c in clear)

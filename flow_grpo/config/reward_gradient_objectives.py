@@ -40,7 +40,7 @@ class RewardGradient(Objective):
     """
 
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True)
-    FURTHER_DECODES: ClassVar[tuple[int, int]] = (0, 0)  # of moved images: with a gradient, and without
+    EXTRA_DECODES: ClassVar[tuple[int, int]] = (0, 0)  # of moved images: with a gradient, and without
 
     kl_weight: Annotated[float, Field(ge=0)] = 0.03
     """Weight of the KL to the base model, the squared distance of the velocities at the trained states."""
@@ -66,7 +66,7 @@ class RewardGradient(Objective):
         )
         predicted = sum(state.predicted for state in states)
         trains_final = predicted < len(states)
-        gradients, images = self.FURTHER_DECODES
+        gradients, images = self.EXTRA_DECODES
         return predicted + trains_final + gradients, images + (0 if trains_final else 1)
 
     def loss(self, state: GradientState, advantage: Tensor) -> Loss:
@@ -167,7 +167,7 @@ class Mend(MovedImages):
     """
 
     MOVES: ClassVar[tuple[float, ...]] = (0.1, 0.2, 0.4)
-    FURTHER_DECODES: ClassVar[tuple[int, int]] = (0, len(MOVES))
+    EXTRA_DECODES: ClassVar[tuple[int, int]] = (0, len(MOVES))
     KEPT_WEIGHT: ClassVar[float] = 10.0
     REWARD_QUANTILE: ClassVar[float] = 0.75
 
@@ -189,7 +189,7 @@ class Opsd(MovedImages):
     MOVES_PREDICTION: ClassVar[bool] = True
     BUDGET: ClassVar[float] = 0.1
     MOVES: ClassVar[int] = 2
-    FURTHER_DECODES: ClassVar[tuple[int, int]] = (2 * (MOVES - 1), 0)
+    EXTRA_DECODES: ClassVar[tuple[int, int]] = (2 * (MOVES - 1), 0)
 
     name: Literal["opsd"] = "opsd"
     needs: ClassVar[Needs] = Needs(reward_gradient=True, single_update=True, moves="both_ways")

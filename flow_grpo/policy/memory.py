@@ -19,7 +19,7 @@ from flow_grpo.policy.families import denoisers, family
 FLOAT8 = torch.float8_e4m3fn  # of weights that are stored in float8
 # Most compiled variants of one function, such as the forward pass of all blocks of a class; after that, new ones run uncompiled. SD3.5-M
 # needs up to 12 for each size: three kinds of blocks, with and without gradients, of the input too, and with and without the LoRA.
-COMPILED_VARIANTS = 64
+RECOMPILE_LIMIT = 64
 # bytes of page-locked memory requested at once, and at which each tensor begins
 PINNED_BUFFER, PINNED_ALIGNMENT = 2**30, 256
 
@@ -221,9 +221,9 @@ def compile_blocks(transformer: torch.nn.Module, for_each_size: bool) -> None:
     """
     settings: dict[str, Any] = {"dynamic": False if for_each_size else None}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        settings["recompile_limit"] = COMPILED_VARIANTS  # also in the threads of a backward pass, from torch 2.14 on
+        settings["recompile_limit"] = RECOMPILE_LIMIT  # also in the threads of a backward pass, from torch 2.14 on
     else:
-        torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, COMPILED_VARIANTS)
+        torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, RECOMPILE_LIMIT)
     for block in repeated_blocks(transformer, "memory.compile"):
         block.compile(**settings)
 

@@ -12,7 +12,7 @@ from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.rewards.geneval import (
     CLASSES,
     COLORS,
-    MOST,
+    MAX_DETECTIONS,
     ColorNames,
     Detection,
     Detector,
@@ -74,8 +74,8 @@ def test_counting_has_a_threshold_of_its_own_and_forbids_one_more():
 def test_the_surest_count_and_no_more_than_sixteen():
     crowd = [at(i, 0, score=0.4 + i / 100) for i in range(20)]
     cats = confident(crowd, 0.3)["cat"]
-    assert len(cats) == MOST
-    assert [d.score for d in cats] == sorted((d.score for d in crowd), reverse=True)[:MOST]
+    assert len(cats) == MAX_DETECTIONS
+    assert [d.score for d in cats] == sorted((d.score for d in crowd), reverse=True)[:MAX_DETECTIONS]
     assert confident([at(0, 0, score=0.3)], 0.3)["cat"] == [], "the threshold itself is below it"
 
 
