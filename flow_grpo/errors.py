@@ -34,12 +34,12 @@ class PeerLost(RetryableError):
     """Another process of the run has failed or is gone, which ends this one.
 
     Attributes:
-        is_spokesman: whether this process prints it, one for each host.
+        prints_error: whether this process prints it, one for each host.
     """
 
-    def __init__(self, sentence: object = "", is_spokesman: bool = False) -> None:
+    def __init__(self, sentence: object = "", prints_error: bool = False) -> None:
         super().__init__(sentence)
-        self.is_spokesman = is_spokesman
+        self.prints_error = prints_error
 
 
 def is_retryable(error: BaseException | None) -> bool:

@@ -116,7 +116,7 @@ def exit_on_error() -> Iterator[None]:
     try:
         yield
     except PeerLost as error:
-        if error.is_spokesman:
+        if error.prints_error:
             _print_error(str(error))
         sys.stdout.flush()
         os._exit(PEER_LOST)  # a normal exit would wait for the other process

@@ -100,7 +100,7 @@ class Peers:
             deadline = time.monotonic() + 2 * SOON
             while self.end is None and time.monotonic() < deadline:
                 time.sleep(0.1)
-        return PeerLost(self._sentence(), is_spokesman=self._speaks())
+        return PeerLost(self._sentence(), prints_error=self._speaks())
 
     def raise_end(self) -> None:
         """Raise PeerLost if the run ends because of another process."""

@@ -80,7 +80,7 @@ def test_an_error_of_one_ends_the_others_with_its_sentence(port):
     with pytest.raises(PeerLost, match=f"rank 1 of 2 on {socket.gethostname()} ended the run: no paper") as lost:
         first.raise_end()
     assert signal.getsignal(signal.SIGTERM) == before, "it is ignored during the wait alone"
-    assert not lost.value.is_spokesman, "the failed rank prints it on this host"
+    assert not lost.value.prints_error, "the failed rank prints it on this host"
     other.raise_end()  # its own error is raised already
 
 
