@@ -611,7 +611,7 @@ BUGS = [
     (
         "layers of a LoRA file that have no place are left out",
         "flow_grpo/policy/lora_file.py",
-        "            homeless.append(name)",
+        "            unmatched.append(name)",
         "            continue",
         "tests/policy/test_foreign_loras.py -k no_place",
     ),

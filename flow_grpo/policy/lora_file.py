@@ -304,15 +304,15 @@ def place(
     if not lora.layers:
         only = lora.text_encoders and f": it has only layers of {' and '.join(lora.text_encoders)}"
         raise FlowGRPOError(f"the LoRA {lora.source} holds no weights for the transformer of this model{only or ''}.")
-    placed, homeless = _by_name(lora.layers, shapes)
-    for layers in converted if homeless else ():
+    placed, unmatched = _by_name(lora.layers, shapes)
+    for layers in converted if unmatched else ():
         again = _by_name(layers, shapes)
-        if len(again[1]) < len(homeless) and _weights(layers) == _weights(lora.layers):
-            placed, homeless = again
-    if homeless:
+        if len(again[1]) < len(unmatched) and _weights(layers) == _weights(lora.layers):
+            placed, unmatched = again
+    if unmatched:
         raise FlowGRPOError(
-            f"the LoRA {lora.source} has {counted(len(placed) + len(homeless), 'layer')}, of which {len(placed)} have a place in "
-            f"{model}: {homeless[0]} is the first that has none. It is of another model, or has names of another program that "
+            f"the LoRA {lora.source} has {counted(len(placed) + len(unmatched), 'layer')}, of which {len(placed)} have a place in "
+            f"{model}: {unmatched[0]} is the first that has none. It is of another model, or has names of another program that "
             "diffusers does not convert for this model."
         )
     for name, layer in placed.items():
@@ -330,16 +330,16 @@ def _by_name(layers: Mapping[str, LoraLayer], names: Collection[str]) -> tuple[d
     for name in names:
         flat.setdefault(name.replace(".", "_"), []).append(name)
     placed: dict[str, LoraLayer] = {}
-    homeless = []
+    unmatched = []
     for name, layer in layers.items():
         found = next((one for one in (name, strip_prefixes(name)) if one in names), None)
-        alike = flat.get(flattened(name), [])
-        home = found or (alike[0] if len(alike) == 1 else None)
-        if home is None or home in placed:
-            homeless.append(name)
+        candidates = flat.get(flattened(name), [])
+        match = found or (candidates[0] if len(candidates) == 1 else None)
+        if match is None or match in placed:
+            unmatched.append(name)
         else:
-            placed[home] = layer
-    return placed, homeless
+            placed[match] = layer
+    return placed, unmatched
 
 
 def by_diffusers(lora: LoraFile, converter: Callable) -> Iterator[dict[str, LoraLayer]]:
