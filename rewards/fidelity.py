@@ -35,11 +35,11 @@ class Fidelity(torch.nn.Module):
         """images and source (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if prompts have no images, or a mask is missing."""
         keep = _kept(images, source, mask)
         assert source is not None
-        changed, kept = (keep * batch.cpu() + (1 - keep) * 0.5 for batch in (images, source))
+        edited, original = (keep * batch.cpu() + (1 - keep) * 0.5 for batch in (images, source))
         with torch.no_grad():
             first, second = (
                 torch.cat([self.embed.encode_images(to_pil(part)) for part in batch.split(self.batch_size)])
-                for batch in (changed, kept)
+                for batch in (edited, original)
             )
         return (first * second).sum(1).float().cpu()
 
@@ -63,11 +63,11 @@ class Unchanged:
         keep = _kept(images, source, mask)
         assert source is not None
         keep = keep.to(images)
-        changed, kept = (keep * batch + (1 - keep) * 0.5 for batch in (images, source.to(images)))
+        edited, original = (keep * batch + (1 - keep) * 0.5 for batch in (images, source.to(images)))
         share = keep.flatten(1).sum(1).clamp_min(1e-6)
-        error = (changed - kept).square().mean(1).flatten(1).sum(1) / share
+        error = (edited - original).square().mean(1).flatten(1).sum(1) / share
         psnr = -10 * error.clamp_min(1e-4).log10()
-        similar = (keep * ssim(changed, kept)).mean(1).flatten(1).sum(1) / share
+        similar = (keep * ssim(edited, original)).mean(1).flatten(1).sum(1) / share
         return 0.5 * similar + 0.5 * psnr / 40
 
 
