@@ -80,6 +80,7 @@ def load(
         check_sendable(name, frames)
     reward: Any
     if remote is not None:
+        _check_client_options(name, options)
         reward = _built(f"reward {name}", "remote", {"urls": remote, "reward": name, **options})
     elif isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
@@ -88,6 +89,18 @@ def load(
     else:
         reward = _built(f"reward {name}", name, options)
     return reward if frames is None else Framed(reward, frames)
+
+
+def _check_client_options(name: str, options: dict[str, Any]) -> None:
+    """Check that the options of a remote reward are those of the client. FlowGRPOError if not."""
+    known = [key for key in signature(locate("reward", "remote", REGISTRY)).parameters if key not in ("urls", "reward")]
+    own = {key: value for key, value in options.items() if key not in known}
+    if own:
+        given = ", ".join(f"{key}: {value}" for key, value in own.items())
+        raise FlowGRPOError(
+            f"reward {name} is remote, so that its own options are its server's, `flow-grpo serve '{name}={{{given}}}'`, and here are "
+            f"those of the client: {', '.join(known)}."
+        )
 
 
 def _built(title: str, name: str, options: dict[str, Any]) -> Reward:

@@ -177,8 +177,8 @@ class Remote:
                 break
             if attempt >= self.attempts and time.monotonic() >= deadline:
                 raise NoServer(
-                    f"no server for the reward {self.reward or 'remote'} answers: {'; '.join(down.values())}. Servers that "
-                    "start with the run need the option `wait`, in seconds."
+                    f"no server for the reward {self.reward or 'remote'} answers: {'; '.join(down.values())}. Start it there by "
+                    f"`flow-grpo serve {self.reward or 'NAME'}`, or give the option `wait`, in seconds, if it starts with the run."
                 )
             if attempt == 1 and wait and os.environ.get("RANK", "0") == "0":
                 print(f"waiting up to {wait:g} s for the reward server {', '.join(down)}", file=sys.stderr, flush=True)
@@ -186,6 +186,9 @@ class Remote:
         for server in self.servers:
             if server.failure:
                 self._probe(server)
+                if os.environ.get("RANK", "0") == "0":
+                    others = f"the other servers of the reward {self.reward or 'remote'} score in its place until it does"
+                    print(f"warning: a server does not answer, {server.failure}; {others}.", file=sys.stderr, flush=True)
 
     def __call__(self, images: Tensor, prompts: list[str], **metadata: Any) -> Tensor:
         """images (B, 3, H, W) in [0, 1]; returns (B,). FlowGRPOError if all servers failed, or one refused the request."""
@@ -350,18 +353,12 @@ class Remote:
             )
         except httpx.InvalidURL as error:
             raise FlowGRPOError(f"remote: {url} is not a server address: {error}.") from error
-        except (
-            httpx.HTTPError,
-            InvalidResponse,
-            json.JSONDecodeError,
-            UnicodeDecodeError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except (httpx.HTTPError, InvalidResponse) as error:
             return f"{url}: {type(error).__name__} {error}".strip()
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            if isinstance(error, FlowGRPOError):
+                raise
+            raise FlowGRPOError(f"{url} answers, but is no reward server of flow-grpo: check the address.") from error
         if self.reward is not None and self.reward not in names:
             raise FlowGRPOError(f"{url} does not serve the reward {self.reward}, but {', '.join(names)}.")
         self._check_scope(url, scope)

@@ -23,7 +23,8 @@ from flow_grpo.rewards.threads import DaemonThread, current_gpu
 
 # Only this package is imported from here: with its folder on sys.path, everything installed next to it could be imported too.
 START = """
-import json, sys
+import json, os, sys
+os.dup2(int(sys.argv[2]), 2)
 try:
     import importlib.util
     spec = importlib.util.spec_from_file_location("flow_grpo", sys.argv[1])
@@ -35,7 +36,7 @@ except Exception as error:
     sys.exit(1)
 serve_parent()
 """
-NEEDS = "`python` must be an interpreter whose environment has torch, safetensors, pillow, fastapi, uvicorn and what the reward needs"
+NEEDS = "`isolate` must name an interpreter whose environment has torch, safetensors, pillow, fastapi, uvicorn and what the reward needs"
 EXIT_TIMEOUT = 2.0  # seconds that the process has to exit after its connection broke, before it is killed
 
 
@@ -79,12 +80,14 @@ class Isolated(Remote):
             raise FlowGRPOError(f"{self._ended(self._silence())}.") from None  # a crash would happen again: nothing to retry
 
     def _start(self) -> None:
-        token = secrets.token_hex(16)
+        token, shown = secrets.token_hex(16), os.dup(2)
         try:
             process = subprocess.Popen(
-                [self.python, "-c", START, str(flow_grpo.__file__)],
+                [self.python, "-c", START, str(flow_grpo.__file__), str(shown)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # until it is known to be Python: another program would complain of its arguments
+                pass_fds=(shown,),
                 bufsize=0,
                 start_new_session=True,  # so that Ctrl-C does not reach it: this process may still have images to score
             )
@@ -93,6 +96,8 @@ class Isolated(Remote):
             raise FlowGRPOError(
                 f"reward {self.name}: {self.python} can't be run: {reason}; name an interpreter that can."
             ) from error
+        finally:
+            os.close(shown)
         self.process: subprocess.Popen | None = process
         self._kill = weakref.finalize(self, _end, process)
         url = self._handshake({"reward": self.name, "options": self.options, "token": token, "gpu": current_gpu()})

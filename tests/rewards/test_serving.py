@@ -36,7 +36,7 @@ from dev.tiny import pretrain, world
 from flow_grpo import FlowGRPOTrainer, rewards
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.grid import ImageInfo, save_grid
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, is_retryable
 from flow_grpo.rewards.judge import Judge
 from flow_grpo.rewards.scopes import frames_of
 from flow_grpo.rewards.serving.client import Remote, encode, png
@@ -506,6 +506,38 @@ def test_a_lost_connection_refuses_no_start_and_servers_that_start_later_are_wai
     assert f"waiting up to 60 s for the reward server http://127.0.0.1:{port}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("health", [{}, [], "hello", {"rewards": None}])
+def test_a_web_server_of_another_kind_is_named_as_one(health):
+    class Other(Stub):
+        def answer(self, path: str, body: bytes) -> tuple[int, dict]:
+            return 200, health
+
+    other = Other()
+    sentence = (
+        f"^reward bold could not be built: {other.url} answers, but is no reward server of flow-grpo: check the address.$"
+    )
+    with pytest.raises(FlowGRPOError, match=sentence) as raised:
+        rewards.load("bold", remote=other.url)
+    assert not is_retryable(raised.value)
+
+
+def test_a_server_that_is_down_from_the_start_is_named(capfd):
+    good, down = Scripted([1.0]), Scripted([1.0])
+    down.close()
+    Remote([good.url, down.url], "stub")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"warning: a server does not answer, {down.url}: ConnectError ")
+    assert line.endswith("; the other servers of the reward stub score in its place until it does.")
+
+
+def test_a_remote_reward_with_options_of_its_own_is_told_where_they_belong():
+    sentence = (
+        r"bad\.py:Cls is remote, .* `flow-grpo serve 'bad\.py:Cls=\{gain: 2\}'`, .* the client: token, batch_size, timeout"
+    )
+    with pytest.raises(FlowGRPOError, match=sentence):
+        rewards.load("bad.py:Cls", remote="http://127.0.0.1:1", gain=2, timeout=3)
+
+
 def test_a_missing_token_is_named_whatever_the_server_says():
     class Guarded(Stub):
         def answer(self, path: str, body: bytes) -> tuple[int, dict]:
@@ -803,7 +835,10 @@ NOT_PYTHON = {
     "a folder": ("", "Permission denied; name an interpreter that can"),
     "a text": ("hello", "Permission denied|Exec format error"),
     "an executable text": ("hello", "Exec format error; name an interpreter that can"),
-    "one that ends": ("#!/bin/sh\nexit 3\n", "its process ended with code 3 before it could serve; `python` must be"),
+    "one that complains": (
+        "#!/bin/sh\necho no $2 >&2\nexit 3\n",
+        "ended with code 3 before it could serve; `isolate` must name an",
+    ),
     "one that is killed": ("#!/bin/sh\nkill -9 $$\n", "its process was killed by signal 9"),
     "one that says a word": (
         "#!/bin/sh\necho hello\nsleep 3600\n",
@@ -821,7 +856,7 @@ NOT_PYTHON = {
 
 
 @pytest.mark.parametrize("what", NOT_PYTHON)
-def test_a_python_that_is_none_is_reported_as_none(tmp_path, monkeypatch, what):
+def test_a_python_that_is_none_is_reported_as_none(tmp_path, monkeypatch, capfd, what):
     monkeypatch.setattr(rewards.serving.subprocess, "EXIT_TIMEOUT", 0.5)
     content, sentence = NOT_PYTHON[what]
     file = tmp_path / "python"
@@ -832,6 +867,7 @@ def test_a_python_that_is_none_is_reported_as_none(tmp_path, monkeypatch, what):
         file.mkdir()
     with pytest.raises(ValueError, match=sentence):
         Isolated("jpeg_size", python=str(file), timeout=0.5 if "nothing" in what else 60)
+    assert capfd.readouterr().err == "", "what it says of its arguments, which are a program"
 
 
 def test_an_isolated_reward_that_hangs_is_killed_with_its_process_and_one_that_exits_is_named(tmp_path, monkeypatch):
