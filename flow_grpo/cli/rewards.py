@@ -90,6 +90,7 @@ def probe(
     """
     from flow_grpo import rewards
     from flow_grpo.doctor import reward_probe
+    from flow_grpo.doctor.result import ERROR
     from flow_grpo.evaluation.group_dependence import RewardInputs
     from flow_grpo.progress import phase
 
@@ -105,12 +106,14 @@ def probe(
     count = counted(len(image_set), "image")
     with phase(f"scoring {count} by {reward}, original and perturbed"):
         stats = reward_probe.measure(reward, loaded, inputs, reward_probe.perturbed(inputs))
-    reward_probe.show(console, f"{reward} on {count} of {images}", reward, stats)
+    results = reward_probe.show(console, f"{reward} on {count} of {images}", reward, stats)
     reward_probe.save_ranked(file, reward, inputs, image_set.labels, stats.original)
     if not promptless and reward_probe.WRONG_PROMPT not in stats.values:
         say("all images are of one prompt: wrong prompts were not tried")
+    if stats.std_within_prompts is None:
+        say("no prompt has two images, so that what a run could learn from the reward was not tested")
     say(f"best to worst: {file}")
-    if not stats.finite:
+    if not stats.finite or any(result.status == ERROR for result in results):
         raise typer.Exit(USER_ERROR)
 
 

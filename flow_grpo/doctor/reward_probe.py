@@ -105,14 +105,14 @@ class RewardStats:
         values: (B,) of the original images and of each variant.
         again: (B,) of a second call on the original images.
         seconds: of a call on the original images, for each image.
-        gradient: the value of `gradient_stats`.
+        depends_on_group, gradient: the values of `depends_on_group` and `gradient_stats`.
     """
 
     prompts: list[str]
     values: dict[str, Tensor]
     again: Tensor
     seconds: float
-    depends_on_group: bool = False
+    depends_on_group: bool | str = False
     gradient: GradientStats | str | None = None
 
     @property
@@ -185,8 +185,9 @@ def results(name: str, stats: RewardStats, others: Collection[RewardStats] = (),
         found += [*group_std(name, stats), determinism(name, stats)]
     if stats.finite and WRONG_PROMPT in stats.values:
         found.append(reads_prompt(name, stats, another=any(other.reads_prompt for other in others)))
-    if stats.depends_on_group:
-        found.append(CheckResult(f"{name}: depends on other images", "yes", WARNING, GROUP_DEPENDENT))
+    if depends := stats.depends_on_group:
+        value, message = ("unknown", depends) if isinstance(depends, str) else ("yes", GROUP_DEPENDENT)
+        found.append(CheckResult(f"{name}: depends on other images", value, WARNING, message))
     return [*found, *gradient(name, stats.gradient)]
 
 
@@ -223,10 +224,10 @@ def group_std(name: str, stats: RewardStats) -> list[CheckResult]:
         return [CheckResult(check, f"{within:.2g}", OK, f"of {overall:.2g} over all images")]
     if within > SAME * overall:
         message = (
-            f"only {within / overall:.1%} of the {overall:.2g} over all images: it rates the prompt rather than the image."
+            f"only {within / overall:.1%} of the {overall:.2g} over all images: images of one prompt hardly differ in it."
         )
         return [CheckResult(check, f"{within:.2g}", WARNING, message)]
-    message = "the images of a prompt all get the same value: it depends on the prompt and not on the image."
+    message = "the images of a prompt all get the same value, so that nothing can be learned: return finer values."
     return [CheckResult(check, f"{within:.2g}", ERROR, message)]
 
 
@@ -283,29 +284,37 @@ def gradient(name: str, stats: GradientStats | str | None) -> list[CheckResult]:
 # -- `flow-grpo rewards test` -----------------------------------------------------------------------------------------
 
 
-def show(console: Console, title: str, name: str, stats: RewardStats) -> None:
-    """Print the values as a table and a histogram, the time of an image, and the results, if there are images to compare."""
+def show(console: Console, title: str, name: str, stats: RewardStats) -> list[CheckResult]:
+    """Print the finite values as a table and a histogram, the time of an image, and the results, if there are images to compare.
+
+    Returns the results.
+    """
     table = Table(title=escape_markup(title), title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "mean", "std", "lowest", "highest", "share lower"):
         table.add_column(column, justify="right" if column else "left")
     for variant, values in stats.values.items():
-        numbers = (values.mean(), values.std(correction=0), values.min(), values.max())
-        lower = "" if variant == ORIGINAL else f"{(values < stats.original).float().mean():.0%}"
-        table.add_row(variant, *(_decimals(number) for number in numbers), lower)
+        own, both = values[values.isfinite()], values.isfinite() & stats.original.isfinite()
+        numbers = (own.mean(), own.std(correction=0), own.min(), own.max()) if len(own) else ()
+        is_compared = variant != ORIGINAL and both.any()
+        lower = f"{(values < stats.original)[both].float().mean():.0%}" if is_compared else ""
+        table.add_row(variant, *([_decimals(number) for number in numbers] or ["–"] * 4), lower)
     console.print(table)
     console.print()
-    counts, edges = np.histogram(stats.original[stats.original.isfinite()].numpy(), NUM_BINS)
+    finite = stats.original[stats.original.isfinite()].numpy()
+    counts, edges = np.histogram(finite, NUM_BINS) if len(finite) else (np.zeros(0), np.zeros(1))
     for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True):
         bar = "█" * round(BAR_WIDTH * count / len(stats.original)) or ("▏" if count else "")
         console.print(f"{_decimals(low):>10} … {_decimals(high):<10} [cyan]{bar}[/cyan] {count or ''}", highlight=False)
     console.print(f"\n{1000 * stats.seconds:,.1f} ms per image in a batch\n", highlight=False)
-    if len(stats.original) > 1:
-        console.print(section_table(console, "", results(short_name(name), stats)))
+    found = results(short_name(name), stats) if len(stats.original) > 1 else []
+    if found:
+        console.print(section_table(console, "", found))
+    return found
 
 
 def save_ranked(path: Path, name: str, inputs: RewardInputs, labels: list[str], values: Tensor) -> None:
     """Write the images from the highest value to the lowest, each with its value, as one grid."""
-    order = values.argsort(descending=True, stable=True).tolist()
+    order = values.nan_to_num(-math.inf, math.inf, -math.inf).argsort(descending=True, stable=True).tolist()
     infos = [ImageInfo(inputs.prompts[i], i, labels[i]) for i in order]
     notes = [f"{name} {_decimals(values[i])}" for i in order]
     save_grid(path, inputs.images[order], infos, columns=min(8, len(order)), notes=notes)

@@ -156,7 +156,9 @@ class Evaluator:
         if step > 0 or not self.samples:
             return []
         should_stop = self.processes.should_stop
-        return group_dependence_warnings(self.rewards.rewards, self._held_out, evaluation.images, should_stop)
+        # one that failed on all images was dropped, with a sentence
+        scored = {name: reward for name, reward in self.rewards.rewards.items() if evaluation.values[name].isfinite().any()}
+        return group_dependence_warnings(scored, self._held_out, evaluation.images, should_stop)
 
     def _means(self, evaluation: Evaluation) -> dict[str, float]:
         """The mean of each measure, and of the reward in each prompt set."""

@@ -39,16 +39,16 @@ class RewardInputs:
         columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
         return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], columns)
 
-    def score(self, name: str, reward: rewards.Reward) -> Tensor:
-        """Values (B,). FlowGRPOError as in `rewards.score`."""
-        return rewards.score(name, reward, self.images, self.prompts, **self.columns)
+    def values(self, name: str, reward: rewards.Reward) -> Tensor:
+        """Values (B,), which may be NaN. FlowGRPOError as in `rewards.call_reward`."""
+        return rewards.call_reward(name, reward, self.images, self.prompts, self.columns)
 
 
-def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool:
+def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool | str:
     """Return whether the first images get other values when scored as one prompt's group than when scored alone.
 
-    False without calling the reward if it is costly or its scope is several images; False also if it can't score these images.
-    Its own noise and batch-size rounding are tolerated.
+    The error, if it can't score them so. False without calling the reward if it is costly or its scope is several images, and where
+    it gives no finite values. Its own noise and batch-size rounding are tolerated.
     """
     if reason_not_to_call(name, reward) or len(inputs.prompts) < 2 or scope_of(reward) != IMAGE:
         return False
@@ -57,10 +57,10 @@ def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) ->
     group = RewardInputs(inputs.images[rows], first.prompts, first.columns)
     # each call gets its own copy of the images, since a reward may write into them
     try:
-        together, again = (group.take(rows).score(name, reward) for _ in range(2))
-        alone = torch.cat([group.take([i]).score(name, reward) for i in rows])
-    except FlowGRPOError:  # whoever scores all images reports it
-        return False
+        together, again = (group.take(rows).values(name, reward) for _ in range(2))
+        alone = torch.cat([group.take([i]).values(name, reward) for i in rows])
+    except FlowGRPOError as error:
+        return str(error)
     both = torch.cat([together, alone])
     noise, std, largest = (together - again).square().mean().sqrt(), both.std(correction=0), both.abs().max()
     tolerance = NOISE_FACTOR * noise + STD_TOLERANCE * std + ROUNDING_TOLERANCE * largest
@@ -73,7 +73,7 @@ def group_dependence_warnings(
     images: dict[int, Tensor],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """A sentence for each reward that depends on the other images of its batch.
+    """A sentence for each reward that depends on the other images of its batch, or fails in the calls that would show it.
 
     Args:
         images: held-out images by their prompt's index in `prompts`.
@@ -83,8 +83,8 @@ def group_dependence_warnings(
     batch = prompts.take(indices, 1)
     inputs = RewardInputs(torch.stack([images[i] for i in indices]), batch.prompts, batch.columns())
     with phase(f"scoring {counted(len(inputs.prompts), 'held-out image')} together and alone"):
-        return [
-            f"reward {name}: {GROUP_DEPENDENT}"
+        found = {
+            name: call_interruptibly(partial(depends_on_group, name, reward, inputs), should_stop)
             for name, reward in reward_funcs.items()
-            if call_interruptibly(partial(depends_on_group, name, reward, inputs), should_stop)
-        ]
+        }
+    return [one if isinstance(one, str) else f"reward {name}: {GROUP_DEPENDENT}" for name, one in found.items() if one]

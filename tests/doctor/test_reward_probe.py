@@ -104,7 +104,8 @@ def test_a_batch_is_timed_on_images_that_the_reward_has_not_seen(signs):
 def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     cells = [ImageInfo(prompt, seed, "[red]tiny") for seed, prompt in enumerate(PROMPTS)]
     save_grid(tmp_path / "grid.png", signs.images, cells, columns=2)
-    output = run("rewards", "test", "color={palette: {teal: [0, 128, 128]}}", "--images", "grid.png", cwd=tmp_path)
+    color = "color={palette: {teal: [0, 128, 128]}}"  # which is 1 for all of them, so that it teaches nothing
+    output = run("rewards", "test", color, "--images", "grid.png", cwd=tmp_path, code=2)
     for part in (
         "original",
         "blurred",
@@ -113,6 +114,7 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
         "█",
         " ms per image",
         "color: reads the prompt",
+        "ERROR: all are equal",
     ):
         assert part in output, output
     assert "warning" not in output
@@ -126,7 +128,7 @@ def test_the_verb_on_a_grid_and_on_a_folder_with_metadata(signs, tmp_path):
     own = f"{SAMPLE_REWARDS}:uses_metadata"
     ranks = own.replace("uses_metadata", "rank")
     output = run(
-        "rewards", "test", ranks, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path
+        "rewards", "test", ranks, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path, code=2
     )
     assert "rank: depends on other images" in output
     output = run("rewards", "test", own, "--images", "folder", "--prompts", "prompts.jsonl", "--out", "x.png", cwd=tmp_path)
@@ -141,3 +143,4 @@ def test_a_reward_that_is_not_finite_ends_with_an_error_and_one_prompt_has_no_wr
     output = run("rewards", "test", f"{SAMPLE_REWARDS}:nan", *words, cwd=tmp_path, code=2)
     assert "are not finite" in output or "nan" in output
     assert "all images are of one prompt: wrong prompts were not tried" in output
+    assert "no prompt has two images" in output

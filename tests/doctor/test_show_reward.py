@@ -1,5 +1,8 @@
 """What `rewards test` prints and writes."""
 
+import math
+import re
+
 import pytest
 import torch
 from rich.console import Console
@@ -55,6 +58,16 @@ def test_what_images_without_a_second_prompt_or_image_do_not_show_is_left_out():
     for prompts in ([""] * 4, list("abcd")):
         assert "within groups" not in shown(brightness, prompts)
     assert "mine: " not in shown(brightness, ["a fox"], 1)
+
+
+def test_values_that_are_not_finite_are_left_out_of_the_numbers_and_come_last(tmp_path):
+    inputs, values = RewardInputs(torch.zeros(3, 3, 8, 8), list("abc"), {}), torch.tensor([math.nan, 1.0, 2.0])
+    save_ranked(tmp_path / "ranked.png", "mine", inputs, list("abc"), values)
+    assert [cell.prompt for cell in read_grid(tmp_path / "ranked.png")[1]] == ["c", "b", "a"]
+    output = shown(lambda images, prompts: [math.nan, *images.mean((1, 2, 3)).tolist()[1:]])
+    assert "nan" not in output
+    assert re.search(r"original +0\.6667 +0\.2722 +0\.3333 +1\.0000", output)
+    assert "█" not in shown(lambda images, prompts: [math.nan] * len(prompts))
 
 
 def test_the_histogram_has_a_bar_for_each_value():

@@ -5,7 +5,8 @@ import torch
 from support import broken_rewards as sick
 from support import sample_rewards as sample
 
-from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
+from flow_grpo.data.prompts import PromptSet
+from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group, group_dependence_warnings
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,6 @@ from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group
         (sample.brightness, False),
         (sample.flat, False),
         (sample.in_bf16, False),
-        (sample.raises, False),
         (sick.random, False),
         (sick.shaky, False),
         (sick.length, False),
@@ -30,6 +30,17 @@ def test_a_reward_that_depends_on_the_other_images_is_found(reward, depends):
         images = torch.rand(8, 3, 1, 1).expand(8, 3, 8, 8) * torch.rand(8, 3, 8, 8)
         inputs = RewardInputs(images, list("aabbccdd"), {})
         assert depends_on_group("r", reward, inputs) == depends
+
+
+def test_a_reward_that_fails_when_it_is_called_again_says_so():
+    def alone(images, prompts):
+        if len(prompts) == 1:
+            raise KeyError("weights")
+        return images.mean((1, 2, 3))
+
+    prompts, images = PromptSet(list("aabb"), [{}] * 4), dict(enumerate(torch.rand(4, 3, 8, 8)))
+    (sentence,) = group_dependence_warnings({"alone": alone, "brightness": sample.brightness}, prompts, images)
+    assert sentence.startswith("reward alone raised KeyError on 1 images, the first for the prompt 'a'")
 
 
 def test_nobody_is_asked_and_nothing_is_paid_to_find_that_out():
