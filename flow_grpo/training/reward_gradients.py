@@ -105,6 +105,7 @@ class EndpointGradients:
         self, trajectory: Trajectory, state: TrainedState, batch: PromptBatch, step: int, microbatch: int
     ) -> tuple[Tensor, Tensor]:
         """The final latents noised to the sigma of the state's step, and the velocity there."""
+        assert state.copy_number is not None
         final, sigma = trajectory.final, trajectory.schedule.sigmas[state.step].item()
         eps = sampling.batch_noise(final.shape[1:], batch, self.args.seed, "copy", step, state.copy_number)
         x = (1 - sigma) * final + sigma * eps.to(final.device)
