@@ -15,9 +15,9 @@ CLAMP = 5.0
 EPS = 1e-4  # added to a standard deviation before dividing by it
 Reward = Real[Tensor, " B"] | Real[Tensor, "B R"]  # one reward, or several
 Weights = Float[Tensor, " R"] | Float[Tensor, "B R"]  # of several rewards, or those of each row
-Sum = Real[Tensor, " B"]  # one reward, or the weighted sum of several
+TotalReward = Real[Tensor, " B"]  # one reward, or the weighted sum of several
 Group = Int[Tensor, " B"]  # of each row
-Size = Int[Tensor, " P"]  # the number of rows of each group
+GroupSize = Int[Tensor, " P"]  # the number of rows of each group
 Advantage = Float[Tensor, " B"]
 Method = Callable[[Tensor, Tensor], Tensor]
 
@@ -72,33 +72,33 @@ def weighted_sum(reward: Reward, weights: Weights | None = None) -> Float[Tensor
     return reward.float().sum(1) if weights is None else (reward.float() * weights).sum(1)
 
 
-def grpo(reward: Sum, group: Group, size: Size) -> Advantage:
+def grpo(reward: TotalReward, group: Group, size: GroupSize) -> Advantage:
     """GRPO, arXiv 2402.03300."""
     centred = _centred(reward, group, size)
     return centred / (_group_mean(centred**2, group, size).sqrt() + EPS)
 
 
-def batch_std(reward: Sum, group: Group, size: Size) -> Advantage:
+def batch_std(reward: TotalReward, group: Group, size: GroupSize) -> Advantage:
     """Flow-GRPO's "global std", arXiv 2505.05470: the mean of the group, the std of the whole batch."""
     return _centred(reward, group, size) / (reward.std(correction=0) + EPS)
 
 
-def dr_grpo(reward: Sum, group: Group, size: Size) -> Advantage:
+def dr_grpo(reward: TotalReward, group: Group, size: GroupSize) -> Advantage:
     """Dr. GRPO, arXiv 2503.20783: no std, so easy and hard prompts weigh the same per unit of reward."""
     return _centred(reward, group, size)
 
 
-def rloo(reward: Sum, group: Group, size: Size) -> Advantage:
+def rloo(reward: TotalReward, group: Group, size: GroupSize) -> Advantage:
     """RLOO, arXiv 2402.14740: against the mean of the others of the group."""
     return _centred(reward, group, size) * (size / (size - 1))[group]
 
 
-def reinforce_pp(reward: Sum, group: Group, size: Size) -> Advantage:
+def reinforce_pp(reward: TotalReward, group: Group, size: GroupSize) -> Advantage:
     """REINFORCE++, arXiv 2501.03262: against the whole batch."""
     return (reward - reward.mean()) / (reward.std(correction=0) + EPS)
 
 
-def rank(reward: Sum, group: Group, size: Size) -> Advantage:
+def rank(reward: TotalReward, group: Group, size: GroupSize) -> Advantage:
     """Ranks within the group mapped to [-1, 1], ties shared (pairwise preference, arXiv 2508.20751)."""
     same = group[:, None] == group[None, :]
     beaten = (same & (reward[:, None] > reward[None, :])).sum(1) - (same & (reward[:, None] < reward[None, :])).sum(1)
