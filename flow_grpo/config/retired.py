@@ -29,44 +29,44 @@ class Retired(NamedTuple):
     values: tuple[str, ...] = ()
 
 
-KL = "hold the policy near the base model by objective.kl_weight, or near a reference by objective.anchors"
-LEVELS = "choose uniform or schedule as objective.sigma_distribution"
-RESET = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
-WINDOW = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
-FSDP = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
-ATTRIBUTE = "set the attribute {} of the reward's class or function, or of judge options.{}"
-NO_GAIN = "remove it: no config of this package sets it, and no measurement speaks for another value"
-UNIFORM = "remove it: at the same number of images, scenes were learned as well without it (dev/LOG.md)"
-GRAPHS = "set memory.compile=true, which was measured on a GPU (docs/performance.md)"
+KL_ADVICE = "hold the policy near the base model by objective.kl_weight, or near a reference by objective.anchors"
+LEVELS_ADVICE = "choose uniform or schedule as objective.sigma_distribution"
+RESET_ADVICE = "use an anchor to ema, {to: ema, weight: 1, decay: 0.3}"
+WINDOW_ADVICE = "choose fixed or random; flow-grpo doctor --step-variance says which steps move the reward"
+FSDP_ADVICE = "set memory.shard=fsdp2, which shards weights, gradients and moments; a LoRA's moments are small"
+ATTRIBUTE_ADVICE = "set the attribute {} of the reward's class or function, or of judge options.{}"
+NO_GAIN_ADVICE = "remove it: no config of this package sets it, and no measurement speaks for another value"
+UNIFORM_ADVICE = "remove it: at the same number of images, scenes were learned as well without it (dev/LOG.md)"
+GRAPHS_ADVICE = "set memory.compile=true, which was measured on a GPU (docs/performance.md)"
 RETIRED = [
-    Retired("dynamic_sampling_rounds", 0, UNIFORM),
-    Retired("prompt_skipping.patience", 0, UNIFORM),
+    Retired("dynamic_sampling_rounds", 0, UNIFORM_ADVICE),
+    Retired("prompt_skipping.patience", 0, UNIFORM_ADVICE),
     Retired(
         "objective.name",
         None,
         "choose pepg, which has the same gradient with one update on a rollout",
         values=("epg", "par"),
     ),
-    Retired("objective.norm_guard", 0.0, KL),
-    Retired("objective.reward_cap", None, "clip the values in your own reward function, or " + KL),
+    Retired("objective.norm_guard", 0.0, KL_ADVICE),
+    Retired("objective.reward_cap", None, "clip the values in your own reward function, or " + KL_ADVICE),
     Retired("objective.diversity_weight", None, "give the reward least_distance a weight of its own"),
-    Retired("objective.logit_location", 0.0, LEVELS),
-    Retired("objective.logit_scale", 1.0, LEVELS),
-    Retired("objective.sigma_distribution", None, LEVELS, values=("logit_normal",)),
+    Retired("objective.logit_location", 0.0, LEVELS_ADVICE),
+    Retired("objective.logit_scale", 1.0, LEVELS_ADVICE),
+    Retired("objective.sigma_distribution", None, LEVELS_ADVICE, values=("logit_normal",)),
     Retired("objective.rollout_policy", None, "choose old, the slowly moving copy, or trained", values=("average",)),
     Retired("objective.rollout_policy_decay", {"rate": 0.0075, "max": 0.999, "after": 75, "start": 0.0}, "remove it"),
     Retired("objective.anchors.*.gate", "none", "remove it: the KL is of all images"),
-    Retired("objective.anchors.*.every", None, RESET),
-    Retired("objective.anchors.*.threshold", None, RESET),
-    Retired("objective.anchors.*.to", None, RESET, values=("reset",)),
+    Retired("objective.anchors.*.every", None, RESET_ADVICE),
+    Retired("objective.anchors.*.threshold", None, RESET_ADVICE),
+    Retired("objective.anchors.*.to", None, RESET_ADVICE, values=("reset",)),
     Retired("sampling.branches", [], "set objective.shared_initial_noise=true, a start that the images of a group share"),
     Retired("sampling.log_prob", "gaussian", "remove it: log-probabilities are Gaussian"),
     Retired("sampling.solver", None, "choose dpm_2m, which has order 2 with one velocity a step", values=("heun", "ab2")),
     Retired("sampling.transition", None, "choose cps or flow_sde by objective.transition", values=("difference",)),
-    Retired("sampling.window.shift_every", 25, WINDOW),
-    Retired("sampling.window.schedule", None, WINDOW, values=("auto", "sliding")),
+    Retired("sampling.window.shift_every", 25, WINDOW_ADVICE),
+    Retired("sampling.window.schedule", None, WINDOW_ADVICE, values=("auto", "sliding")),
     *(
-        Retired(f"{rewards}.*.{name}", None, ATTRIBUTE.format(name, name))
+        Retired(f"{rewards}.*.{name}", None, ATTRIBUTE_ADVICE.format(name, name))
         for rewards in ("rewards", "evaluation.rewards")
         for name in ("scope", "opponents")
     ),
@@ -77,11 +77,11 @@ RETIRED = [
     Retired("memory.attention_backend", None, "set the environment variable DIFFUSERS_ATTN_BACKEND, which diffusers reads"),
     Retired("evaluation.seed", 1234, "remove it; flow-grpo eval --seeds 4 draws 4 images of each prompt, from other noise"),
     *(
-        Retired(f"objective.critic.{name}", default, NO_GAIN)
+        Retired(f"objective.critic.{name}", default, NO_GAIN_ADVICE)
         for name, default in (("lr", 1e-3), ("width", 128), ("gae_lambda", 0.95))
     ),
-    Retired("objective.clip_quantile", 0.9, NO_GAIN),
-    Retired("optimizer.betas", [0.9, 0.999], NO_GAIN),
+    Retired("objective.clip_quantile", 0.9, NO_GAIN_ADVICE),
+    Retired("optimizer.betas", [0.9, 0.999], NO_GAIN_ADVICE),
     Retired("objective.anchors.*.kl", None, "set objective.kl, which is of all anchors"),
     Retired("sample_every", 0, "set evaluation.every and evaluation.prompts; each evaluation keeps images in RUN/pictures"),
     *(
@@ -93,9 +93,9 @@ RETIRED = [
         )
         for rewards in ("rewards", "evaluation.rewards")
     ),
-    Retired("memory.cuda_graphs", False, GRAPHS),
+    Retired("memory.cuda_graphs", False, GRAPHS_ADVICE),
     Retired("memory.quantize", None, "choose nf4 or fp8_layerwise", values=("int8", "fp8", "int4")),
-    Retired("memory.shard", None, FSDP, values=("zero1", "zero2", "zero3")),
+    Retired("memory.shard", None, FSDP_ADVICE, values=("zero1", "zero2", "zero3")),
 ]
 
 

@@ -24,7 +24,7 @@ from flow_grpo.config.overrides import (
     override,
     resolve_auto_microbatch,
 )
-from flow_grpo.config.retired import FSDP, drop_retired, merged, move_to_objective, replace_sampling
+from flow_grpo.config.retired import FSDP_ADVICE, drop_retired, merged, move_to_objective, replace_sampling
 from flow_grpo.config.sections import ConfigSection, EvaluationConfig, PromptSetConfig, RewardConfig
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.errors import FlowGRPOError
@@ -162,7 +162,7 @@ class FlowGRPOConfig(RunSettings):
         FlowGRPOError if other settings conflict with it, or if accelerate was launched with DeepSpeed.
         """
         if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            raise FlowGRPOError(f"accelerate was launched with DeepSpeed, which is no longer supported: {FSDP}.")
+            raise FlowGRPOError(f"accelerate was launched with DeepSpeed, which is no longer supported: {FSDP_ADVICE}.")
         if os.environ.get("ACCELERATE_USE_FSDP") != "true" or self.memory.shard is not None:
             return self
         return self._validated(merged(self.model_dump(), {"memory": {"shard": "fsdp2"}}))
