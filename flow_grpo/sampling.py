@@ -177,8 +177,3 @@ def _transition(
     sigma, sigma_next = schedule.sigmas[i], schedule.sigmas[i + 1]
     name, level = stochastic.transition, stochastic.noise_level
     return sde.transition(name, x, v, sigma, sigma_next, noise_level=level, sigma_max=schedule.sigmas[1])
-
-
-def number_shape(x: Float[Tensor, "n *state"]) -> tuple[int, ...]:
-    """The shape of a number for each row, broadcastable to the states."""
-    return -1, *[1] * (x.ndim - 1)

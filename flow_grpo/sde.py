@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.types import at_least_float32
+from flow_grpo.types import at_least_float32, broadcast_rows
 
 Sigma = Float[Tensor, " B"] | Float[Tensor, ""] | float
 State = Float[Tensor, "B *state"]
@@ -78,13 +78,12 @@ def transition(
         raise FlowGRPOError(f"noise_level {noise_level} is out of range for {name}: it is 0 or more{at_most}.")
     x = at_least_float32(x)
     v = at_least_float32(v)
-    column = (-1,) + (1,) * (x.ndim - 1)
     sigmas = [torch.as_tensor(s, dtype=x.dtype) for s in (sigma, sigma_next, math.nan if sigma_max is None else sigma_max)]
     # checked before they are on a GPU
     if TRANSITIONS[name].infinite_at_1 and (sigmas[0] == 1).any() and sigmas[2].isnan().any():
         raise FlowGRPOError(f"{name} is infinite at sigma = 1: give sigma_max, the second sigma of the schedule.")
     to_gpu = x.device.type != "cpu"  # a copy to the CPU must be waited for
-    sigma, sigma_next, sigma_max = (s.reshape(column).to(x.device, non_blocking=to_gpu) for s in sigmas)
+    sigma, sigma_next, sigma_max = (broadcast_rows(s, x).to(x.device, non_blocking=to_gpu) for s in sigmas)
     return TRANSITIONS[name].step(x, v, sigma, sigma_next, noise_level=noise_level, sigma_max=sigma_max)
 
 

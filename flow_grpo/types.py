@@ -27,6 +27,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def broadcast_rows(values: Tensor, like: Float[Tensor, "n ..."]) -> Tensor:
+    """Values (n,), one for each row, or a single one (), in a shape that broadcasts over the rows of `like`."""
+    return values.reshape(-1, *[1] * (like.ndim - 1))
+
+
 def take_rows(
     values: Float[Tensor, "B ..."], rows: Int[Tensor, " n"], device: torch.device | None = None
 ) -> Float[Tensor, "n ..."]:
@@ -182,8 +187,7 @@ def weighted_gradients(
     gradients: dict[str, Float[Tensor, "B *shape"]], weights: dict[str, Float[Tensor, " B"]]
 ) -> Float[Tensor, "B *shape"]:
     """The sum of rewards' gradients, each row by its weight."""
-    column = (-1, *[1] * (next(iter(gradients.values())).ndim - 1))
-    return torch.stack([weights[name].view(column).to(g) * g for name, g in gradients.items()]).sum(0)
+    return torch.stack([broadcast_rows(weights[name], g).to(g) * g for name, g in gradients.items()]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -297,7 +301,7 @@ class NoisedImage:
     @property
     def column(self) -> Float[Tensor, "n ..."]:
         """sigma, broadcastable to x0."""
-        return self.sigma.reshape((-1,) + (1,) * (self.x0.ndim - 1))
+        return broadcast_rows(self.sigma, self.x0)
 
     @property
     def x(self) -> Float[Tensor, "n ..."]:

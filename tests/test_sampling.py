@@ -13,7 +13,7 @@ from flow_grpo import sampling, sde
 from flow_grpo.config.sections import SamplingConfig
 from flow_grpo.data.prompts import PromptSampler, PromptSet
 from flow_grpo.sampling import SOLVERS
-from flow_grpo.types import PromptBatch, Schedule, StochasticSteps
+from flow_grpo.types import PromptBatch, Schedule, StochasticSteps, broadcast_rows
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.4, 0.1, 0.0])
 SCHEDULE = Schedule(1000 * SIGMAS[:-1], SIGMAS)
@@ -316,5 +316,5 @@ def test_a_derived_seed_has_48_bits_of_which_all_vary():
 
 def test_a_number_of_each_row_is_broadcast_over_the_row():
     x = torch.ones(4, 2, 2)
-    by_row = torch.arange(4.0).reshape(sampling.number_shape(x)) * x
+    by_row = broadcast_rows(torch.arange(4.0), x) * x
     assert torch.equal(by_row.flatten(1), torch.arange(4.0)[:, None].expand(4, 4))

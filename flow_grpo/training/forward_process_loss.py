@@ -15,7 +15,7 @@ from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.training.anchors import Prediction, References
 from flow_grpo.training.losses import BatchLoss, objective_function
-from flow_grpo.types import Experience, Loss, NoisedImage, PromptBatch, Schedule
+from flow_grpo.types import Experience, Loss, NoisedImage, PromptBatch, Schedule, broadcast_rows
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def add_noise(
     x0: Float[Tensor, "n *latent"], eps: Float[Tensor, "n *latent"], sigma: Float[Tensor, " n"]
 ) -> Float[Tensor, "n *latent"]:
     """The latents at noise level sigma: x = (1 - sigma) x0 + sigma eps."""
-    column = sigma.reshape(sampling.number_shape(x0))
+    column = broadcast_rows(sigma, x0)
     return (1 - column) * x0 + column * eps
 
 

@@ -31,6 +31,7 @@ from flow_grpo.types import (
     PromptBatch,
     Scores,
     Trajectory,
+    broadcast_rows,
     weighted_gradients,
 )
 
@@ -261,7 +262,7 @@ class MendMover(Comparer):
         for prompt_set, rows in _rows_of_sets(batch).items():
             cap[rows] = cap[rows].clamp_min(self.ceilings.get(prompt_set, -math.inf))
         gradient = states.weighted(weights_of_rows(self.groups.rewards, batch))[:, 0].float()
-        direction = gradient / (gradient.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (gradient.ndim - 1)) + 1e-12)
+        direction = gradient / (broadcast_rows(gradient.square().flatten(1).mean(1).sqrt(), gradient) + 1e-12)
         tried = (reward < cap) & gradient.flatten(1).any(1).cpu()
         rows = tried.nonzero()[:, 0]
         best, length = torch.zeros_like(reward), torch.zeros_like(reward)
@@ -270,7 +271,7 @@ class MendMover(Comparer):
             gain = (torch.minimum(moved, cap[rows]) - reward[rows]) / unit[rows] - move**2 / (2 * self.tau)
             better = gain > best[rows]  # False for NaN
             best[rows[better]], length[rows[better]] = gain[better], move
-        shift = length.view(-1, *[1] * (end.v.ndim - 1)).to(end.v) * direction.to(end.v)
+        shift = broadcast_rows(length, end.v).to(end.v) * direction.to(end.v)
         return ImageMoves(end.v + shift / states.factor[0], tried, length > 0)
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
@@ -342,7 +343,7 @@ class OpsdMover:
 
 def _norm(latents: Tensor) -> Tensor:
     """The norm of each of latents (B, ...), broadcastable to them."""
-    return latents.flatten(1).norm(dim=1).view(-1, *[1] * (latents.ndim - 1))
+    return broadcast_rows(latents.flatten(1).norm(dim=1), latents)
 
 
 def _unit(gradient: Tensor) -> Tensor:
