@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flow_grpo import sde
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.types import RATIO_DEVIATION, GradientState, Loss, NoisedImage, TrainedStep, at_least_float32
+from flow_grpo.types import RATIO_DEVIATION, GradientState, Loss, NoisedImage, TrainedStep, at_least_float32, self_weighted
 
 
 def grpo(step: TrainedStep, advantage: Float[Tensor, " n"], clip_low: float, clip_high: float) -> Loss:
@@ -146,19 +146,13 @@ def nft(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advanta
     v, v_old = at_least_float32(image.v), at_least_float32(image.v_old)
 
     def distance(velocity: Tensor) -> Float[Tensor, " n"]:
-        return _self_weighted((image.x - image.column * velocity) - image.x0)
+        return self_weighted((image.x - image.column * velocity) - image.x0)
 
     positive = distance(beta * v + (1 - beta) * v_old)
     negative = distance((1 + beta) * v_old - beta * v)
     r = 0.5 + 0.5 * (advantage / advantage_max).clamp(-1, 1)
     value = advantage_max / beta * (r * positive + (1 - r) * negative)
     return Loss(value, {"nft/positive": positive.detach(), "nft/negative": negative.detach()})
-
-
-def _self_weighted(error: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
-    """mean(e^2) / w of each row, w = stop_grad mean|e|, at least 1e-5."""
-    weight = error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
-    return error.square().flatten(1).mean(1) / weight
 
 
 def crd(image: NoisedImage, advantage: Float[Tensor, " n"], beta: float, advantage_max: float) -> Loss:
@@ -284,8 +278,8 @@ def opsd(state: GradientState, advantage: Float[Tensor, " n"]) -> Loss:
     assert state.away is not None
     assert state.v_old is not None
     v, v_old = at_least_float32(state.v), at_least_float32(state.v_old)
-    positive = _self_weighted(state.factor * (v - state.target))
-    negative = _self_weighted(state.factor * (2 * v_old - v - state.away))
+    positive = self_weighted(state.factor * (v - state.target))
+    negative = self_weighted(state.factor * (2 * v_old - v - state.away))
     r = 0.5 + 0.5 * (advantage / 5).clamp(-1, 1)
     value = 5 * (r * positive + (1 - r) * negative)
     return Loss(value, {"opsd/positive": positive.detach(), "opsd/negative": negative.detach()})

@@ -260,6 +260,11 @@ class Trajectory:
         return {name: getattr(self, name) for name in ("x", "x_next", "mean", "log_prob", "final")}
 
 
+def self_weighted(error: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
+    """Mean square of each row's error over its mean absolute value, which has no gradient and is at least 1e-5."""
+    return error.square().flatten(1).mean(1) / error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+
+
 @dataclass(frozen=True)
 class GradientState:
     """A trained state of n rows: the velocity there, and the gradient of the rewards at its endpoint."""
@@ -313,9 +318,8 @@ class NoisedImage:
         return (v - (self.eps - self.x0)).square().flatten(1).mean(1)
 
     def adaptive_error(self, v: Float[Tensor, "n *latent"]) -> Float[Tensor, " n"]:
-        """Mean squared error of a velocity over its mean absolute error, which has no gradient and is at least 1e-5."""
-        error = v - (self.eps - self.x0)
-        return error.square().flatten(1).mean(1) / error.detach().abs().flatten(1).mean(1).clamp_min(1e-5)
+        """`self_weighted` of the error of a velocity."""
+        return self_weighted(v - (self.eps - self.x0))
 
 
 @dataclass(frozen=True)
