@@ -254,10 +254,10 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
 
 def _check_budget(file: Path, budget: Budget) -> None:
     """FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
-    former = Budget(**read_json(file)) if file.exists() else budget
-    if former.unit != budget.unit or not math.isclose(former.until(1), budget.until(1)):
+    previous = Budget(**read_json(file)) if file.exists() else budget
+    if previous.unit != budget.unit or not math.isclose(previous.until(1), budget.until(1)):
         raise FlowGRPOError(
-            f"{file.parent} was started with {former.until(1):g} {former.unit} between evaluations, not {budget.until(1):g} "
+            f"{file.parent} was started with {previous.until(1):g} {previous.unit} between evaluations, not {budget.until(1):g} "
             f"{budget.unit}: give a --budget and --evaluations that result in the same, or another folder by --out."
         )
 

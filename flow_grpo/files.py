@@ -127,12 +127,12 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_files(folder: Path, name: str, former: Iterable[str] = ()) -> Iterator[Path]:
+def new_files(folder: Path, name: str, previous: Iterable[str] = ()) -> Iterator[Path]:
     """Yield an empty temporary folder. When the block ends without an error, its files replace those of an earlier result together.
 
     Args:
         name: of the result, for the temporary folder's name.
-        former: the files of the earlier result, relative to `folder`. Those that the new one has not are deleted. Other files stay.
+        previous: the files of the earlier result, relative to `folder`. Those that the new one has not are deleted. Other files stay.
 
     Raises:
         WriteError: the disk is full, or nothing can be written there. The earlier result is as it was.
@@ -141,8 +141,8 @@ def new_files(folder: Path, name: str, former: Iterable[str] = ()) -> Iterator[P
         finish_files(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-    former = [file for file in former if _is_within(folder, file)]
-    if _holds_only(folder, former):
+    previous = [file for file in previous if _is_within(folder, file)]
+    if _holds_only(folder, previous):
         with atomic_folder(folder) as partial:
             yield partial
         return
@@ -152,7 +152,7 @@ def new_files(folder: Path, name: str, former: Iterable[str] = ()) -> Iterator[P
             remove(partial)
             partial.mkdir()
             yield partial
-            obsolete = [file for file in former if not (partial / file).exists()]
+            obsolete = [file for file in previous if not (partial / file).exists()]
             (partial / OBSOLETE).write_text(json.dumps(obsolete))
             _sync_all(partial)
             partial.rename(complete)

@@ -150,7 +150,7 @@ class FlowGRPOTrainer:
         return metrics
 
     def experience(self) -> Experience:
-        """The experience of the present training step: images with rewards and advantages, or given images of a data set."""
+        """The experience of the current training step: images with rewards and advantages, or given images of a data set."""
         stage, args = self.stage, self.stage.args
         if stage.given_images is not None:
             return stage.given_images.experience(self.step, stage.microbatch)
@@ -232,7 +232,7 @@ class FlowGRPOTrainer:
 
     @property
     def _evaluation_is_due(self) -> bool:
-        """Whether the present step is the first, the last, or one of every `evaluation.every`."""
+        """Whether the current step is the first, the last, or one of every `evaluation.every`."""
         every = self.args.evaluation.every
         return self.step in (0, self.args.steps) or bool(every and self.step % every == 0)
 

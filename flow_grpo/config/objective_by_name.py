@@ -61,15 +61,15 @@ def _section_of(settings: dict[str, Any]) -> type[Objective]:
     return section_type(settings.get("name", "grpo"), settings.get("family", "stepwise"))
 
 
-def shared_settings(former: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+def shared_settings(previous: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
     """The settings of an objective that another one reads too; unknown ones stay, to be refused.
 
     A user's own function that takes the place of a forward-process objective is of that family, unless it has settings of the other one.
     """
-    old, family = _section_of(former), {}
+    old, family = _section_of(previous), {}
     of_steps = {"family"} | Stepwise.model_fields.keys() - Objective.model_fields.keys()
     if is_custom(chosen.get("name", "grpo")) and issubclass(old, ForwardProcess) and not chosen.keys() & of_steps:
         family = {"family": "forward_process"}
     new = _section_of({**chosen, **family})
     read = new.model_fields.keys() - (set() if new.needs.takes_advantage else {"advantage"})
-    return {**{key: value for key, value in former.items() if key in read or key not in old.model_fields}, **family}
+    return {**{key: value for key, value in previous.items() if key in read or key not in old.model_fields}, **family}

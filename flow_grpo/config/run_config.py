@@ -212,15 +212,15 @@ def _with_pairs(file: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     return values
 
 
-def _with_objective_of(former: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
-    """The `former` settings, without those of their objective that the objective of `chosen` does not read."""
-    old, new = former.get("objective") or {}, chosen.get("objective") or {}
+def _with_objective_of(previous: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The `previous` settings, without those of their objective that the objective of `chosen` does not read."""
+    old, new = previous.get("objective") or {}, chosen.get("objective") or {}
     new = {"name": new} if isinstance(new, str) else new
     if not isinstance(old, dict) or not isinstance(new, dict):
-        return former
+        return previous
     if not isinstance(name := new.get("name", old.get("name", "grpo")), str):
-        return former
-    return {**former, "objective": shared_settings(old, {**new, "name": name})}
+        return previous
+    return {**previous, "objective": shared_settings(old, {**new, "name": name})}
 
 
 OTHER_NAMES = {"learning_rate": "lr"}  # of trl and accelerate

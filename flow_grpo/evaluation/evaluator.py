@@ -182,13 +182,13 @@ def save_before_after(folder: Path, is_before: bool, images: dict[int, Tensor], 
     save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)
     if is_before or not (folder / layout.BEFORE).exists():
         return
-    former, former_cells = read_grid(folder / layout.BEFORE)
-    if [(cell.prompt, cell.seed) for cell in former_cells] != [(str(cell.prompt), cell.seed) for cell in cells]:
+    previous, previous_cells = read_grid(folder / layout.BEFORE)
+    if [(cell.prompt, cell.seed) for cell in previous_cells] != [(str(cell.prompt), cell.seed) for cell in cells]:
         return  # of other prompts, which a run goes on with if its inputs.json is deleted, or of another version's seeds
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]
     if is_video(stacked):
-        former, stacked = cut_strips(former, stacked.shape[-1]), strip_frames(stacked)
-    both, both_cells = torch.cat([former, stacked]), cells + cells
+        previous, stacked = cut_strips(previous, stacked.shape[-1]), strip_frames(stacked)
+    both, both_cells = torch.cat([previous, stacked]), cells + cells
     save_grid(
         folder / layout.BEFORE_AFTER, both[pairs], [both_cells[i] for i in pairs], columns=4, notes=["before", "after"]
     )

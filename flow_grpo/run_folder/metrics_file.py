@@ -53,8 +53,8 @@ def rewind(folder: Path, step: int) -> str | None:
     rows = [(line, parse_row(line)) for line in _lines(file)]
     foreign = [line for line, row in rows if row is None]
     if foreign:
-        former = _lines(torn)
-        write_atomic(torn, _joined(former + [line for line in foreign if line not in former]))
+        previous = _lines(torn)
+        write_atomic(torn, _joined(previous + [line for line in foreign if line not in previous]))
     write_atomic(file, _joined([line for line, row in rows if row and row["step"] <= step]))
     if not foreign:
         return None

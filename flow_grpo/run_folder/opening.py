@@ -227,7 +227,7 @@ def check_unchanged(args: FlowGRPOConfig, inputs: dict[str, str], info: Callable
         if change.is_of_content:
             raise FlowGRPOError(
                 f"the content of {change.name} has changed since {folder} was begun: bring the former one back, start another run by "
-                f"output_dir=..., or delete {folder / layout.INPUTS} to go on with the present one."
+                f"output_dir=..., or delete {folder / layout.INPUTS} to go on with the current one."
             )
         raise FlowGRPOError(
             f"{folder} was begun with {change.name}={_short(change.then)}, not {_short(change.now)}: resume it with the same settings, or "
@@ -320,14 +320,14 @@ def changes(
     Args:
         inputs_then: digests of what settings name, by the settings' names. Where both runs have one, it is compared in place of the
             name, so that a file may be elsewhere.
-        inputs_now: the same of the present run.
+        inputs_now: the same of the current run.
     """
-    former, present = dict(_flat(_plain(then))), dict(_flat(_plain(now)))
+    previous, current = dict(_flat(_plain(then))), dict(_flat(_plain(now)))
     inputs = {name: inputs_then[name] == digest for name, digest in inputs_now.items() if name in inputs_then}
     found = []
-    for name in dict.fromkeys([*former, *present]):
-        before, after = former.get(name, NOT_SET), present.get(name, NOT_SET)
-        is_empty = {} in (before, after) and any(other.startswith(f"{name}.") for other in (*former, *present))
+    for name in dict.fromkeys([*previous, *current]):
+        before, after = previous.get(name, NOT_SET), current.get(name, NOT_SET)
+        is_empty = {} in (before, after) and any(other.startswith(f"{name}.") for other in (*previous, *current))
         if before == after or is_empty or not inputs.get(_input_of(name), True):
             continue
         # runs of 0.4 have no digest, and name the config's prompts where others were given from Python
@@ -335,7 +335,7 @@ def changes(
         resumable = is_compared or _is_resumable(name, len(now.stages))
         found.append(Change(name, before, after, resumable))
     different = [name for name, is_same in inputs.items() if not is_same]
-    return found + [Change(n, former.get(n, NOT_SET), present.get(n, NOT_SET), False) for n in different]
+    return found + [Change(n, previous.get(n, NOT_SET), current.get(n, NOT_SET), False) for n in different]
 
 
 def _is_resumable(name: str, stages: int) -> bool:

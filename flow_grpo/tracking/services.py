@@ -116,8 +116,8 @@ class TrackingService:
 
     def warn(self, step: int, message: str) -> None:
         """Log a warning, as one text with the step's other warnings: services keep only the last text of a step."""
-        same, former = self._warned[0] == step, self._warned[1]
-        self._warned = step, [*(former if same else []), message]
+        same, previous = self._warned[0] == step, self._warned[1]
+        self._warned = step, [*(previous if same else []), message]
         text = "\n".join(self._warned[1])
         if self.name == "mlflow":
             self._service().log_text(text, f"warnings/step_{step:06d}.txt")

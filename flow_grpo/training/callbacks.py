@@ -23,7 +23,7 @@ class TrainerState:
     Attributes:
         global_step: training steps that are done.
         log_history: the rows of metrics that this process has logged, `eval/...` among them.
-        best_metric: the highest held-out reward that this process has logged, before the present evaluation; None if there is none.
+        best_metric: the highest held-out reward that this process has logged, before the current evaluation; None if there is none.
     """
 
     global_step: int = 0

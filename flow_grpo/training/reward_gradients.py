@@ -207,10 +207,10 @@ class GradientWeights(Comparer):
             sums = self.processes.all_gather((square, count, fall.nansum().item(), fall.isfinite().sum().item()))
             square, count, falls, num_falls = (sum(part) for part in zip(*sums, strict=True))
             if count:
-                present = square / count
-                former = self.mean_square.get(name, present)
-                self.mean_square[name] = DECAY * former + (1 - DECAY) * present
-                metrics[f"reward_gradient/{name}/rms"] = present**0.5
+                current = square / count
+                previous = self.mean_square.get(name, current)
+                self.mean_square[name] = DECAY * previous + (1 - DECAY) * current
+                metrics[f"reward_gradient/{name}/rms"] = current**0.5
             if num_falls:
                 metrics[f"reward_gradient/{name}/S1"] = falls / num_falls
             weights[name] = weights[name] / max(self.mean_square.get(name, 0.0) ** 0.5, 1e-12)
@@ -297,8 +297,8 @@ class MendMover(Comparer):
         for prompt_set, rows in _rows_of_sets(batch).items():
             if (rows & scored).any():
                 median = scores.total[rows & scored].median().item()
-                former = self.ceilings.get(prompt_set, median)
-                self.ceilings[prompt_set] = max(former, former + self.CEILING_RATE * (median - former))
+                previous = self.ceilings.get(prompt_set, median)
+                self.ceilings[prompt_set] = max(previous, previous + self.CEILING_RATE * (median - previous))
                 metrics["mend/reward_ceiling" + (prompt_set and f"/{prompt_set}")] = self.ceilings[prompt_set]
         return Comparison(weight, scored, scored, metrics)
 

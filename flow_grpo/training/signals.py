@@ -66,14 +66,14 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
         stop()
 
     try:
-        former = {
+        previous = {
             signal.SIGINT: signal.signal(signal.SIGINT, interrupt) if own else exit_on_second_interrupt(stop),
             signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: stop()),
         }
     except ValueError:  # not the main thread: whoever runs us there handles signals
-        former = {}
+        previous = {}
     try:
         yield
     finally:
-        for number, handler in former.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

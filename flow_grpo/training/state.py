@@ -73,7 +73,7 @@ class Stage:
         self.update = PolicyUpdate(policy, args, start, processes)
         self.set_microbatch(args.microbatch)
         for name in [*self.update.policy_copies, *self.update.references.copies]:
-            policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the present policy
+            policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the current policy
 
     def attempts(self) -> Iterator[AbstractContextManager[None]]:
         """Attempts at a training step: contexts to run it in, until one succeeds.
@@ -220,7 +220,7 @@ class RunState:
         self.stage = self._start_stage(start, first)
 
     def enter_stage(self, step: int) -> None:
-        """Start the stage that this training step belongs to, unless it is the present one."""
+        """Start the stage that this training step belongs to, unless it is the current one."""
         start, settings = [stage for stage in self.stages if stage[0] <= step][-1]
         if settings is not self.stage.args:
             self.stage = self._start_stage(start, settings)
