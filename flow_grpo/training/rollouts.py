@@ -159,7 +159,7 @@ class ImageSampler:
 
     def trajectory(
         self,
-        step: int,
+        training_step: int,
         batch: PromptBatch,
         window: list[int],
         keep_graphs: bool = False,
@@ -168,7 +168,7 @@ class ImageSampler:
         """Sample B images, one micro-batch at a time; the group numbers of the batch name their noise.
 
         Args:
-            window: the steps that add noise and are recorded.
+            window: the sampling steps that add noise and are recorded.
             keep_graphs: as in `sampling.rollout`.
             visited: by steps of the schedule, lists to which the state and the velocity there are added for each micro-batch.
         """
@@ -176,7 +176,7 @@ class ImageSampler:
         shared = stepwise is not None and stepwise.shared_initial_noise
         with self.policy.meter.timed("encode"):
             conditioning, own_conditioning = (model.encode(batch.prompts) for model in (self.model, self.policy))
-        start, noise = self._noise(batch, step, window, shared)
+        start, noise = self._noise(batch, training_step, window, shared)
         rollout = partial(
             sampling.rollout,
             schedule=self.schedule,
@@ -187,7 +187,7 @@ class ImageSampler:
         first = window[0] if shared and window else 0  # the steps before it are computed once for each group
         count = len(start) if len(start) > self.microbatch else None  # of one micro-batch there is nothing to count
         parts = list[Trajectory]()
-        with self.policy.lora.use(self.adapter), phase(f"step {step + 1}, sampling", count, "images") as sampled:
+        with self.policy.lora.use(self.adapter), phase(f"step {training_step + 1}, sampling", count, "images") as sampled:
             if first:
                 start = self._shared_start(start, batch.group, conditioning, partial(rollout, steps=range(first)))
             for rows in torch.arange(len(start)).split(self.microbatch):
@@ -204,10 +204,12 @@ class ImageSampler:
                 parts.append(part.to(torch.device("cpu")) if self.args.memory.offload_trajectories else part)
         return Trajectory.join(parts)
 
-    def _noise(self, batch: PromptBatch, step: int, window: list[int], shared: bool) -> tuple[Tensor, dict[int, Tensor]]:
-        """The noise (B, ...) that images start from, and that of each step of the window, on the device."""
+    def _noise(
+        self, batch: PromptBatch, training_step: int, window: list[int], shared: bool
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The noise (B, ...) that images start from, and that of each sampling step of the window, on the device."""
         draw = partial(sampling.batch_noise, self.latent_shape, batch, self.args.seed)
-        drawn = [draw("start", step, shared=shared), *(draw("step", step, i) for i in window)]
+        drawn = [draw("start", training_step, shared=shared), *(draw("step", training_step, i) for i in window)]
         # copied before the first pass, since a copy waits for what a GPU computes
         start, *noise = [tensor.to(self.policy.device, non_blocking=True) for tensor in drawn]
         return start, dict(zip(window, noise, strict=True))

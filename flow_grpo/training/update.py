@@ -261,13 +261,13 @@ class PolicyUpdate:
                 "compiled model; dtype=fp32 tells rounding from a mistake."
             )
 
-    def _optimizer_step(self, step: int, number: int, totals: LossMetrics) -> dict[str, float]:
+    def _optimizer_step(self, training_step: int, number: int, totals: LossMetrics) -> dict[str, float]:
         """Run the `number`-th optimizer step of this stage, and update what follows the weights. Returns its metrics."""
         norm = totals.collect().numbers.pop(GRAD_NORM)
         was_mid_step, self.mid_step = self.mid_step, True  # also if memory runs out half-way
         try:
             with self.policy.meter.timed("optimizer"):
-                self.optimizer.step(self._learning_rate(step), norm)
+                self.optimizer.step(self._learning_rate(training_step), norm)
         except FlowGRPOError:
             self.mid_step = was_mid_step
             raise
@@ -275,11 +275,11 @@ class PolicyUpdate:
         if not finite and self.policy.dtype != torch.float16:
             self.mid_step = was_mid_step
             raise FlowGRPOError(
-                f"the gradient of step {step + 1} is not finite: look at the last lines of metrics.jsonl, and start another run with a "
-                "smaller optimizer.lr or dtype=fp32. If a reward was the cause and is fixed, go on with --resume."
+                f"the gradient of step {training_step + 1} is not finite: look at the last lines of metrics.jsonl, and start another "
+                "run with a smaller optimizer.lr or dtype=fp32. If a reward was the cause and is fixed, go on with --resume."
             )
         if self.args.ema_decay and finite and number % self.args.ema_every == 0:
-            self.policy.ema.update(min(self.args.ema_decay, (1 + step) / (10 + step)))
+            self.policy.ema.update(min(self.args.ema_decay, (1 + training_step) / (10 + training_step)))
         if self.calibrates_clip:
             self.clip.update(self.processes)
         count = sum(parameter.numel() for parameter in self.optimizer.parameters)
