@@ -91,8 +91,8 @@ def probe(
     from flow_grpo import rewards
     from flow_grpo.doctor import reward_probe
     from flow_grpo.doctor.result import ERROR
-    from flow_grpo.evaluation.group_dependence import RewardInputs
     from flow_grpo.progress import phase
+    from flow_grpo.rewards.calls import RewardInputs
 
     reward, options = parse_reward(name)
     promptless = not rewards.reads_prompts(reward, **options)

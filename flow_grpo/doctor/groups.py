@@ -19,9 +19,9 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import PromptSet, sampler_of
 from flow_grpo.doctor.model import PIXEL_TOLERANCE
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
-from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.image_prompt import images_of, with_images
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards.calls import RewardInputs
 from flow_grpo.training.group_advantages import explain_small_share
 from flow_grpo.training.offline import load_examples
 from flow_grpo.training.rollouts import ImageSampler

@@ -20,7 +20,8 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.data.grid import ImageInfo, from_bytes, save_grid, to_bytes
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult, Status, section_table
-from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, RewardInputs, depends_on_group
+from flow_grpo.evaluation.group_dependence import GROUP_DEPENDENT, depends_on_group
+from flow_grpo.rewards.calls import RewardInputs
 from flow_grpo.rewards.gradients import RHO, against, energy_share
 from flow_grpo.rewards.scopes import evenly_spaced, rows_by_group
 from flow_grpo.text import escape_markup, short_name
@@ -42,7 +43,7 @@ def mismatched(inputs: RewardInputs) -> dict[str, RewardInputs]:
         return {}
     following = dict(zip(different, different[1:] + different[:1], strict=True))
     next_inputs = inputs.take([inputs.prompts.index(following[prompt]) for prompt in inputs.prompts])
-    return {WRONG_PROMPT: RewardInputs(inputs.images, next_inputs.prompts, next_inputs.columns)}
+    return {WRONG_PROMPT: RewardInputs(inputs.images, next_inputs.prompts, next_inputs.metadata)}
 
 
 def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
@@ -51,8 +52,8 @@ def perturbed(inputs: RewardInputs) -> dict[str, RewardInputs]:
     blurred = [Image.fromarray(pixels).filter(ImageFilter.GaussianBlur(radius)) for pixels in to_bytes(inputs.images)]
     noise = torch.randn(inputs.images.shape, generator=torch.Generator().manual_seed(0))
     return {
-        BLURRED: RewardInputs(from_bytes(np.stack([np.asarray(s) for s in blurred])), inputs.prompts, inputs.columns),
-        NOISY: RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.columns),
+        BLURRED: RewardInputs(from_bytes(np.stack([np.asarray(s) for s in blurred])), inputs.prompts, inputs.metadata),
+        NOISY: RewardInputs((inputs.images + 0.1 * noise).clamp(0, 1), inputs.prompts, inputs.metadata),
         **mismatched(inputs),
     }
 
@@ -80,7 +81,7 @@ def gradient_stats(name: str, reward: rewards.Reward, inputs: RewardInputs) -> G
     images = some.images.float()
 
     def at(images: Tensor) -> rewards.ValueAndGradient:
-        return rewards.value_and_gradient(name, reward, images, some.prompts, some.columns)
+        return rewards.value_and_gradient(name, reward, images, some.prompts, some.metadata)
 
     try:
         here = at(images)
@@ -152,7 +153,7 @@ class RewardStats:
 def score_once(name: str, reward: rewards.Reward, inputs: RewardInputs) -> RewardStats:
     """Score the images by one call. FlowGRPOError as in `rewards.call_reward`."""
     started = time.perf_counter()
-    values = rewards.call_reward(name, reward, inputs.images, inputs.prompts, inputs.columns)
+    values = rewards.call_reward(name, reward, inputs.images, inputs.prompts, inputs.metadata)
     seconds = (time.perf_counter() - started) / len(inputs.prompts)
     return RewardStats(inputs.prompts, {ORIGINAL: values}, values, seconds)
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flow_grpo.doctor.result import ERROR, OK, WARNING, CheckResult
 from flow_grpo.doctor.reward_probe import RewardStats, measure, mismatched, results, score_once, value_range
-from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.calls import RewardInputs
 from flow_grpo.training.setup import HUMAN
 
 
@@ -88,7 +88,7 @@ def check_rewards(
 
 def scored_rows(rewards: WeightedSum, inputs: RewardInputs) -> dict[str, list[int]]:
     """The rows of the images that each trained reward scores; empty if no prompt set names rewards."""
-    weights = rewards.row_weights(inputs.columns)
+    weights = rewards.row_weights(inputs.metadata)
     if weights is None:
         return {}
     return {name: weights[:, i].nonzero()[:, 0].tolist() for i, name in enumerate(rewards.trained_weights)}

@@ -1,7 +1,7 @@
 """Whether a reward depends on the other images of its batch, as a rank within the group does: then its held-out values mean nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from flow_grpo import rewards
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.progress import phase
+from flow_grpo.rewards.calls import RewardInputs
 from flow_grpo.rewards.scopes import IMAGE, scope_of
 from flow_grpo.rewards.threads import call_interruptibly
 from flow_grpo.text import counted
@@ -26,24 +27,6 @@ GROUP_DEPENDENT = (
 )
 
 
-@dataclass(frozen=True)
-class RewardInputs:
-    """The arguments of a reward: images (B, 3, H, W) in [0, 1], prompts, and metadata as B values by name."""
-
-    images: Tensor
-    prompts: list[str]
-    columns: dict[str, list]
-
-    def take(self, rows: list[int]) -> "RewardInputs":
-        """The inputs of some rows."""
-        columns = {name: [values[i] for i in rows] for name, values in self.columns.items()}
-        return RewardInputs(self.images[rows], [self.prompts[i] for i in rows], columns)
-
-    def values(self, name: str, reward: rewards.Reward) -> Tensor:
-        """Values (B,), which may be NaN. FlowGRPOError as in `rewards.call_reward`."""
-        return rewards.call_reward(name, reward, self.images, self.prompts, self.columns)
-
-
 def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) -> bool | str:
     """Return whether the first images get other values when scored as one prompt's group than when scored alone.
 
@@ -54,11 +37,15 @@ def depends_on_group(name: str, reward: rewards.Reward, inputs: RewardInputs) ->
         return False
     rows = list(range(min(NUM_IMAGES, len(inputs.prompts))))
     first = inputs.take([0] * len(rows))
-    group = RewardInputs(inputs.images[rows], first.prompts, first.columns)
+    group = replace(first, images=inputs.images[rows])
+
+    def score(part: RewardInputs) -> Tensor:
+        return rewards.call_reward(name, reward, part.images, part.prompts, part.metadata)
+
     # each call gets its own copy of the images, since a reward may write into them
     try:
-        together, again = (group.take(rows).values(name, reward) for _ in range(2))
-        alone = torch.cat([group.take([i]).values(name, reward) for i in rows])
+        together, again = (score(group.take(rows)) for _ in range(2))
+        alone = torch.cat([score(group.take([i])) for i in rows])
     except FlowGRPOError as error:
         return str(error)
     both = torch.cat([together, alone])

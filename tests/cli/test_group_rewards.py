@@ -15,8 +15,8 @@ from flow_grpo.cli.score import score
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.doctor import reward_probe
 from flow_grpo.doctor.rewards import check_rewards
-from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.rewards import WeightedSum
+from flow_grpo.rewards.calls import RewardInputs
 
 NAMES = ("brighter", "spread")
 PROMPTS = ["a cat", "a dog", "a cat", "a dog", "a dog", "a cat", "a dog"]  # groups of three and four, mixed

@@ -5,9 +5,9 @@ from support.checks import HELD_OUT, TRAIN
 from support.embedded import CALL, short_model, short_run
 
 from dev.tiny import pretrain, world
-from flow_grpo.evaluation.group_dependence import RewardInputs
 from flow_grpo.policy.loading import load_policy
 from flow_grpo.policy.policy import Policy
+from flow_grpo.rewards.calls import RewardInputs
 from flow_grpo.trainer import FlowGRPOTrainer
 
 

@@ -13,7 +13,7 @@ from dev.tiny import pretrain, world
 from flow_grpo import rewards
 from flow_grpo.data.grid import ImageInfo, read_grid, save_grid
 from flow_grpo.doctor.reward_probe import ORIGINAL, measure, perturbed
-from flow_grpo.evaluation.group_dependence import RewardInputs
+from flow_grpo.rewards.calls import RewardInputs
 
 PROMPTS = [f'red text "{word}" on a {color} background' for word in ("CAT", "HORSE") for color in ("blue", "white")]
 
@@ -63,7 +63,7 @@ def test_perturbed_inputs_are_blurred_noisy_or_have_another_prompt_with_its_meta
     assert edges["blurred"] < edges[ORIGINAL] < edges["noisy"]
     wrong = wrong_inputs["wrong prompt"]
     assert all(a != b for a, b in zip(wrong.prompts, PROMPTS, strict=True))
-    assert [PROMPTS.index(p) for p in wrong.prompts] == wrong.columns["place"], "the metadata goes with the prompt"
+    assert [PROMPTS.index(p) for p in wrong.prompts] == wrong.metadata["place"], "the metadata goes with the prompt"
     assert "wrong prompt" not in perturbed(RewardInputs(signs.images[:2], ["a", "a"], {}))
 
 

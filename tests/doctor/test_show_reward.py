@@ -9,7 +9,7 @@ from rich.console import Console
 
 from flow_grpo.data.grid import read_grid
 from flow_grpo.doctor.reward_probe import measure, perturbed, save_ranked, show
-from flow_grpo.evaluation.group_dependence import RewardInputs
+from flow_grpo.rewards.calls import RewardInputs
 
 PROMPTS = ["a fox", "a fox", "a cat", "a cat"]
 

@@ -6,7 +6,8 @@ from support import broken_rewards as sick
 from support import sample_rewards as sample
 
 from flow_grpo.data.prompts import PromptSet
-from flow_grpo.evaluation.group_dependence import RewardInputs, depends_on_group, group_dependence_warnings
+from flow_grpo.evaluation.group_dependence import depends_on_group, group_dependence_warnings
+from flow_grpo.rewards.calls import RewardInputs
 
 
 @pytest.mark.parametrize(
