@@ -26,12 +26,13 @@ from flow_grpo.rewards import scopes
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video, signature
 from flow_grpo.rewards.threads import in_thread
-from flow_grpo.rewards.user_code import UserCodeError, guarded, one_sentence
+from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded, one_sentence
 
 ROWS = "metadata"  # a parameter that gets the metadata as one dict for each image
 TEXTS = ("prompt", "prompts", "completion", "completions")
 FORMS = {2: "(images, prompts, **metadata)", 3: "(first, second, prompts, **metadata)"}  # by the number of inputs
 MAX_PROMPT_LENGTH = 200  # characters of a prompt in an error
+HIDDEN = (ROWS, SOURCE, SOURCES, "rewards")  # metadata that no column of a prompt file has by these names
 LARGEST = 1e15  # of a value: squares and sums of larger ones leave float32
 _turn = threading.Lock()  # held by the thread that runs the loop of `_loop`
 Given = TypeVar("Given")
@@ -199,7 +200,7 @@ def _call(name: str, reward: Any, batch: RewardInputs, graph: bool = False) -> T
     inputs: list[Any] = [batch.images, prompts] if batch.second is None else [batch.images, batch.second, prompts]
     check_inputs(name, reward, len(inputs))
     keywords = batch.keywords(reward, len(inputs))
-    check_metadata(name, reward, keywords, len(inputs))
+    check_metadata(name, reward, {*batch.metadata, *keywords}, len(inputs))
     if not is_ours(reward):
         inputs, keywords = copied((inputs, keywords))
     guard = one_sentence if is_concurrent(reward) else partial(guarded, f"reward {name}")
@@ -210,6 +211,15 @@ def _call(name: str, reward: Any, batch: RewardInputs, graph: bool = False) -> T
         if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in str(error):
             hint = "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images."
             raise UserCodeError(f"{error}; {hint}") from error.__cause__
+        empty = [
+            key
+            for key, column in keywords.items()
+            if key not in HIDDEN and isinstance(column, list) and any(value is None for value in column)
+        ]
+        if empty and not isinstance(error, UserCodeMemoryError):
+            raise UserCodeError(
+                f"{error}; some prompts have no {' and no '.join(empty)}, which is None."
+            ) from error.__cause__
         raise
     return as_values(name, returned, len(prompts), kind)
 
@@ -265,9 +275,11 @@ def check_metadata(name: str, reward: Any, metadata: Collection[str], inputs: in
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     missing = next((p.name for p in needed if p.name not in positional and p.name not in metadata), None)
     if missing is not None:
+        others = sorted(column for column in metadata if column not in HIDDEN)
+        known = f" (they have {', '.join(others)})" if others else ""
         raise FlowGRPOError(
-            f"reward {name} needs {missing}, but the prompts have no column {missing}: give a file of prompts with this column, "
-            "or a value among the reward's options."
+            f"reward {name} needs {missing}, but the prompts have no column {missing}{known}: give a file of prompts with this "
+            "column, or a value among the reward's options."
         )
 
 
@@ -305,6 +317,8 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
     if isinstance(returned, Mapping):
         what = f"a dict with {', '.join(map(str, returned))}"[:200]
         raise FlowGRPOError(f"reward {name} returned {what} {must}: return one of its entries.")
+    if isinstance(returned, list | tuple) and any(isinstance(value, str) for value in returned):
+        raise FlowGRPOError(f"reward {name} returned a {type(returned).__name__} of str {must}: return numbers.")
     try:
         if isinstance(returned, Tensor | np.ndarray) and torch.as_tensor(returned).is_complex():
             raise TypeError("they are complex; return their abs() or real")
@@ -315,7 +329,11 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
         raise FlowGRPOError(f"reward {name} returned {what} {must}: {reason}.") from error
     if values.shape != (count,):
         over_all = values.shape == () and kind == "images"
-        hint = ": average over the pixels, as images.mean((1, 2, 3)) does, and not over the batch" if over_all else ""
+        hint = (
+            ": it is called once with all images of a batch, so average over the pixels, as images.mean((1, 2, 3)) does, and not over "
+            "the batch"
+        )
+        hint = hint if over_all else ""
         raise FlowGRPOError(f"reward {name} returned shape {tuple(values.shape)} {must}{hint}.")
     large = values[values.isfinite() & (values.abs() > LARGEST)]
     if len(large):

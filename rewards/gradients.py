@@ -78,15 +78,15 @@ def check_differentiable(name: str, reward: Any) -> None:
             f"reward {name} runs in another process, which returns values without gradients: leave remote and isolate out, so that it "
             "runs in this process, or give it weight 0, so that it is only measured."
         )
-    if not getattr(reward, "differentiable", False):
-        raise NoGradient(
-            f"reward {name} has no gradient: take a differentiable one, such as clip, pickscore or hpsv2, set `differentiable = True` "
-            "on one of your own that torch computes from the images, or train by an objective that needs values only, such as grpo."
-        )
     if scope_of(reward) != IMAGE:
         raise NoGradient(
             f"reward {name} compares images of a group, and gradients are of rewards that see one image: take such a reward, or train by "
             "an objective that needs values only, such as grpo."
+        )
+    if not getattr(reward, "differentiable", False):
+        raise NoGradient(
+            f"reward {name} has no gradient: take a differentiable one, such as clip, pickscore or hpsv2, set `differentiable = True` "
+            "on one of your own that torch computes from the images, or train by an objective that needs values only, such as grpo."
         )
 
 

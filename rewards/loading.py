@@ -131,6 +131,13 @@ def reads_prompts(name: str, remote: str | list[str] | None = None, isolate: boo
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
     """Check that a reward takes these options, without building it; returns its class or function. FlowGRPOError as in `load`."""
     target = _callable(f"reward {name}", locate("reward", name, REGISTRY))
+    if inspect.isclass(target) and not any("__call__" in vars(kind) for kind in target.__mro__):
+        raise FlowGRPOError(
+            f"reward {name}: its objects can't be called: give the class a method `__call__(self, images, prompts, **metadata)`."
+        )
+    if unspaced := next((key for key in options if ":" in key), None):
+        option, _, value = unspaced.partition(":")
+        raise FlowGRPOError(f"reward {name}: write a space after the colon of an option: `{option}: {value}`.")
     if inspect.isfunction(target):
         check_inputs(name, target)
     takes = signature(target)
@@ -223,7 +230,12 @@ def _import_file(kind: str, path: str) -> Any:
     """The module of a file, loaded once for each content: a pool pickles functions only of the module that was loaded last."""
     file = expanded(path)
     if not file.is_file():
-        raise FlowGRPOError(f"there is no {kind} file {path}.")
+        raise FlowGRPOError(
+            f"there is no {kind} file {path}."
+            if file.is_absolute()
+            else f"there is no {kind} file {path} in {Path.cwd()}: give its whole "
+            "path, or start the command in the folder that the path is relative to."
+        )
     source = file.read_bytes()
     name, content = user_files.module_name(file), hashlib.sha256(source).digest()
     if name in sys.modules and _loaded.get(name) == content:

@@ -59,8 +59,12 @@ def scope_of(reward: Any) -> str:
     if not isinstance(scope, str):  # something else of an object by that name
         return IMAGE
     if scope not in SCOPES:
-        raise FlowGRPOError(f"scope={scope} of a reward is none of {', '.join(SCOPES)}: set one of them.")
+        raise FlowGRPOError(f"scope={scope} of {_named(reward)} is none of {', '.join(SCOPES)}: set one of them.")
     return scope
+
+
+def _named(reward: Any) -> str:
+    return f"the reward {getattr(reward, '__name__', type(reward).__name__)}"
 
 
 def opponents_of(reward: Any) -> int | None:
@@ -69,13 +73,13 @@ def opponents_of(reward: Any) -> int | None:
     if opponents is None or (isinstance(opponents, int) and not isinstance(opponents, bool) and opponents > 0):
         return opponents
     raise FlowGRPOError(
-        f"opponents={opponents} of a reward is no number from 1: set one, or leave it out to compare all pairs."
+        f"opponents={opponents} of {_named(reward)} is no number from 1: set one, or leave it out to compare all pairs."
     )
 
 
 def with_attributes_of(reward: Any, call: Any) -> Any:
     """The function `call`, which calls the reward, with the reward's attributes, among them whose code it is."""
-    call.__module__ = getattr(reward, "__module__", "")
+    call.__module__, call.__name__ = getattr(reward, "__module__", ""), getattr(reward, "__name__", type(reward).__name__)
     for name in ATTRIBUTES:
         if hasattr(reward, name):
             setattr(call, name, getattr(reward, name))
@@ -132,14 +136,15 @@ def frames_of(reward: Any) -> Frames:
     """The frames that a reward sees: its attribute `frames`, else 4. FlowGRPOError if that is no such choice."""
     frames = getattr(reward, "frames", DEFAULT_FRAMES)
     # an object may have something else by that name
-    return checked_frames(frames) if isinstance(frames, int | str) and not isinstance(frames, bool) else DEFAULT_FRAMES
+    is_choice = isinstance(frames, int | str) and not isinstance(frames, bool)
+    return checked_frames(frames, _named(reward)) if is_choice else DEFAULT_FRAMES
 
 
-def checked_frames(frames: Any) -> Frames:
-    """The choice itself. FlowGRPOError if there is no such choice."""
+def checked_frames(frames: Any, reward: str = "a reward") -> Frames:
+    """The choice itself. FlowGRPOError, which names the reward, if there is no such choice."""
     if frames in (FIRST, LAST, ALL) or (isinstance(frames, int) and not isinstance(frames, bool) and frames > 0):
         return frames
-    raise FlowGRPOError(f"frames={frames} of a reward is neither a number from 1 nor first, last or all: set one of them.")
+    raise FlowGRPOError(f"frames={frames} of {reward} is neither a number from 1 nor first, last or all: set one of them.")
 
 
 def check_sendable(name: str, frames: Frames) -> None:

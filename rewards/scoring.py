@@ -184,19 +184,19 @@ class WeightedSum:
         return values
 
     def _score_part(self, name: str, batch: RewardInputs) -> Tensor:
-        with self._dropping(name):
+        with self._dropping(name, batch):
             values = call_reward(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, group=batch.group)
             return self._finite(name, values, batch.prompts)
         return torch.full((len(batch.prompts),), math.nan)
 
     def _gradient_of_one(self, name: str, batch: RewardInputs, rho: float | Tensor) -> ValueAndGradient:
-        with self._dropping(name):
+        with self._dropping(name, batch):
             result = value_and_gradient(name, self.rewards[name], batch.images, batch.prompts, batch.metadata, rho=rho)
             return result._replace(value=self._finite(name, result.value, batch.prompts))
         return without_gradient(batch.images, rho)
 
     @contextmanager
-    def _dropping(self, name: str) -> Iterator[None]:
+    def _dropping(self, name: str, batch: RewardInputs) -> Iterator[None]:
         """Context in which an error of a reward of `drop_on_error` becomes a message, and what follows the context runs."""
         try:
             yield
@@ -205,7 +205,7 @@ class WeightedSum:
         except ValueError as error:
             if name not in self.drop_on_error:
                 raise
-            self.drop_messages.append(f"{error} All of them were left out.")
+            self.drop_messages.append(f"{str(error).rstrip('.')}. Images that were left out: {len(batch.prompts)}.")
 
     def _finite(self, name: str, values: Tensor, prompts: list[str]) -> Tensor:
         """The values, NaN where they are not finite and the reward is of `drop_on_error`. FlowGRPOError for any other reward."""

@@ -169,6 +169,10 @@ def _resolve(word: str, options: TargetOptions) -> Target:
     if path.suffix == ".safetensors" and path.is_file():
         return _lora(path, options)
     if not path.exists() and (word in hub.BUNDLED_MODELS or hub.looks_like_hub_id(word)):
+        try:
+            hub.resolve_model(word)
+        except FlowGRPOError as error:
+            raise type(error)(f"there is no folder {word}, and {error}") from error
         return _model(word, options)
     problem = f"{word} is not" if path.exists() else f"there is no {word}: give"
     raise FlowGRPOError(f"{problem} {TARGET_KINDS}.")

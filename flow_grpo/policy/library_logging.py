@@ -21,8 +21,9 @@ LOGGERS = (
 
 
 def before_imports() -> None:
-    """Silence libraries while they are imported."""
+    """Silence libraries while they are imported, but not the files of the user's rewards."""
     warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", module=r"flow_grpo\.user_files\.")
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for library in ("DIFFUSERS", "TRANSFORMERS"):

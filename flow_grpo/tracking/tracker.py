@@ -343,7 +343,7 @@ def plot_curves(folder: Path) -> Path | None:
     figure, axes = new_figure(8, 1.5 + 0.8 * sum(ratios), rows=len(ratios), sharex=True, height_ratios=ratios)
     from matplotlib.ticker import MaxNLocator
 
-    title = f"{folder.resolve().name}: the trained reward, and what is measured on held-out prompts"
+    title = f"run {folder.resolve().name}: the trained reward, and what is measured on held-out prompts"
     axes[0].set_title(title, loc="left", fontsize=10)
     for panel, curves in zip(axes[:-1], panels, strict=True):
         for curve in curves:

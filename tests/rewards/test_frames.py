@@ -110,6 +110,15 @@ def test_other_frames_are_refused(frames):
         rewards.load("jpeg_size", frames=frames)
 
 
+def test_frames_that_are_none_are_refused_with_the_name_of_their_reward():
+    def mine(images, prompts):
+        return images.mean((1, 2, 3))
+
+    mine.frames = "middle"
+    with pytest.raises(ValueError, match="frames=middle of the reward mine is neither a number"):
+        rewards.score("mine", mine, torch.zeros(1, 2, 3, 4, 4), ["a"])
+
+
 @pytest.mark.parametrize("where", [{"remote": "http://127.0.0.1:9"}, {"isolate": True}])
 def test_a_reward_that_runs_elsewhere_is_sent_no_videos(where):
     with pytest.raises(ValueError, match="frames=all is for a reward in this process"):

@@ -134,6 +134,13 @@ def test_a_failed_reward_raises_or_has_gradient_zero_and_says_so(reward, words, 
     assert message.startswith("reward r ")
 
 
+def group_of_images(images, prompts):
+    return images.mean((1, 2, 3))
+
+
+group_of_images.scope = "group"
+
+
 def detached(images, prompts):
     return images.detach().mean((1, 2, 3))
 
@@ -156,6 +163,7 @@ def of_pil(images, prompts):
     [
         (plain, "has no gradient: take a differentiable one, such as clip"),
         *((object.__new__(kind), "runs in another process.* leave remote and isolate out") for kind in (Remote, Isolated)),
+        (group_of_images, "compares images of a group"),
         (differentiable(plain, scope="group"), "compares images of a group.*: take such a reward"),
         *(
             (differentiable(f), "has the attribute .*without a gradient of the images")

@@ -115,7 +115,7 @@ def test_opponents_are_a_number_from_1(opponents):
         return [1.0] * len(prompts)
 
     wins.scope, wins.opponents = "pair", opponents
-    with pytest.raises(ValueError, match=f"opponents={opponents} of a reward is no number from 1"):
+    with pytest.raises(ValueError, match=f"opponents={opponents} of the reward wins is no number from 1"):
         rewards.score("wins", wins, images(4), ["a"] * 4)
 
 
@@ -184,7 +184,7 @@ def test_a_group_reward_gets_the_images_and_columns_of_one_group_at_a_time():
         (torch.full((6,), 1.5), "pair", "returned 1.5 for a pair of images; it must return the probability, 0 to 1"),
         (torch.full((6,), -1), "pair", "returned -1 for a pair"),
         (torch.full((6,), torch.nan), "pair", "reward bad returned nan for the prompt 'a'; every reward must be finite"),
-        (torch.ones(4), "pairs", "scope=pairs of a reward is none of image, group, pair: set one of them"),
+        (torch.ones(4), "pairs", "scope=pairs of the reward bad is none of image, group, pair: set one of them"),
     ],
 )
 def test_what_a_reward_may_not_return_is_one_sentence(value, scope, words):

@@ -315,7 +315,11 @@ def dark(images, prompts):
     ("name", "sentence"),
     [
         ("own.py", "own.py names a file without a function: write own.py:FUNCTION."),
-        ("nowhere.py:dark", "there is no reward file nowhere.py."),
+        ("nowhere.py:dark", "there is no reward file nowhere.py in /"),
+        (
+            "fine.py:NoCall",
+            "its objects can't be called: give the class a method `__call__(self, images, prompts, **metadata)`.",
+        ),
         ("ocr:1", "reward ocr:1: a weight follows the colon and a space: write `ocr: 1`."),
         ("own.py:dark:0.5", "a weight follows the colon and a space: write `own.py:dark: 0.5`."),
         (
@@ -332,7 +336,7 @@ def dark(images, prompts):
 def test_a_name_that_leads_to_no_reward_is_said_in_one_sentence(tmp_path, monkeypatch, name, sentence):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
-    Path("fine.py").write_text("def dark(images, prompts): ...\n\ndef images_only(images): ...\n")
+    Path("fine.py").write_text("def dark(images, prompts): ...\n\ndef images_only(images): ...\n\nclass NoCall: ...\n")
     with pytest.raises(ValueError, match=re.escape(sentence)):
         rewards.load(name)
 
@@ -355,13 +359,15 @@ class WithoutPrompts:
          "return one number each: new(): invalid data type 'str'."),
         (lambda images, prompts: [1.0, None], "returned a list that can't be read as numbers for 2 images; it must return one "
          "number each: must be real number, not NoneType."),
-        (lambda images, prompts: images.mean(), "average over the pixels, as images.mean((1, 2, 3)) does, and not over the batch."),
+        (lambda images, prompts: ["good", "bad"], "returned a list of str for 2 images; it must return one number each: return numbers."),
+        (lambda images, prompts: images.mean(), "it is called once with all images of a batch, so average over the "
+         "pixels, as images.mean((1, 2, 3)) does, and not over the batch."),
         (lambda images, prompts: images.mean(1), "returned shape (2, 4, 4) for 2 images; it must return one number each."),
         (lambda images: images, "mine takes (images), but it must take (images, prompts, **metadata)."),
         (WithoutPrompts(), "mine takes (images), but it must take (images, prompts, **metadata)."),
-        (NeedsWord(), "needs word, but the prompts have no column word: give a file of prompts with this column, or a value "
-         "among the reward's options."),
-        (lambda images, prompts, *, word: [1.0, 1.0], "needs word, but the prompts have no column word: give a file of "
+        (NeedsWord(), "needs word, but the prompts have no column word (they have other): give a file of prompts with this column, or a "
+         "value among the reward's options."),
+        (lambda images, prompts, *, word: [1.0, 1.0], "needs word, but the prompts have no column word (they have other): give a file of "
          "prompts with this column, or a value among the reward's options."),
     ],
 )  # fmt: skip
@@ -375,6 +381,19 @@ def test_what_is_wrong_with_a_users_reward_is_said_in_one_sentence(reward, sente
 )
 def test_a_reward_that_has_all_it_needs_is_called(reward):
     assert rewards.score("mine", reward, torch.zeros(2, 3, 4, 4), ["a", "b"], word=["c", "d"]).tolist() == [1, 1]
+
+
+def test_an_option_without_a_space_after_its_colon_is_named():
+    with pytest.raises(ValueError, match=r"reward jpeg_size: write a space after the colon of an option: `quality: 0\.5`"):
+        rewards.load("jpeg_size", **{"quality:0.5": None})
+
+
+def test_a_column_that_is_empty_in_some_rows_is_named_if_a_reward_raises():
+    def longer(images, prompts, word):
+        return [len(one) for one in word]
+
+    with pytest.raises(ValueError, match=r"raised TypeError.*; some prompts have no word, which is None"):
+        rewards.score("longer", longer, torch.zeros(2, 3, 4, 4), ["a", "b"], word=["c", None])
 
 
 def test_a_reward_is_called_by_its_function_in_the_metrics():

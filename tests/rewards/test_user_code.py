@@ -99,6 +99,17 @@ def test_no_verb_ends_as_a_success_when_a_reward_exits(folder, words, code):
     assert "SystemExit" in run(*words, cwd=folder, code=code)
 
 
+def test_a_warning_of_a_reward_is_shown_once_and_those_of_libraries_are_not(folder):
+    (folder / "images").mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "images" / "0.png")
+    library = "warnings.warn_explicit('of a library', UserWarning, 'library.py', 1, module='library')"
+    body = f"    warnings.warn('going away')\n    {library}\n    return images.mean((1, 2, 3))\n"
+    (folder / "warns.py").write_text(f"import warnings\ndef warns(images, prompts):\n{body}")
+    output = run("score", "images", "--prompt", "a fox", "--reward", "warns.py:warns", cwd=folder)
+    assert output.count("UserWarning: going away") == 1
+    assert "of a library" not in output
+
+
 def test_other_ways_to_end_a_process_are_errors_too(folder):
     """An exception that is none of Exception's, and Ctrl-C's own where it can't come from Ctrl-C, in a thread."""
     mad = "class Mad(BaseException): pass\ndef mad(images, prompts): raise Mad('really')\n"
