@@ -286,6 +286,7 @@ def test_a_lora_is_called_as_its_run_was_unless_a_config_is_given_for_it(base):
     ("word", "sentence"),
     [
         ("no_such", "there is no no_such: give a run folder"),
+        ("nofolder/bold", "there is no folder nofolder/bold, and the model nofolder/bold: not in the cache"),
         ("EMPTY", "is not a run folder, a checkpoint"),
         ("NEW", "has no LoRA yet: give one of its checkpoints"),
         ("LORA", "names its model: give a config of that model by --config"),
