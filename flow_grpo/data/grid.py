@@ -53,6 +53,17 @@ def prompt_of(parameters: str | None) -> str | None:
     return parameters[: settings.start()].split("\nNegative prompt: ")[0].strip() or None
 
 
+def rows_and_columns(parameters: str | None, width: int, height: int) -> tuple[int, int] | None:
+    """Of a grid of AUTOMATIC1111, by the `Size` of its images in such a text: they adjoin. None for a single, maybe enlarged, image."""
+    stated = re.search(r"\bSize: (\d+)x(\d+)\b", parameters or "")
+    if parameters is None or stated is None or "upscale" in parameters.lower():
+        return None
+    of_image = int(stated[1]), int(stated[2])
+    if 0 in of_image or (width, height) == of_image or width % of_image[0] or height % of_image[1]:
+        return None
+    return height // of_image[1], width // of_image[0]
+
+
 def _quoted(value: str) -> str:
     return json.dumps(value, ensure_ascii=False) if re.search(r"[,:\n]", value) else value
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from typing_extensions import Self
 
 from flow_grpo.config.loading import read_text
-from flow_grpo.data.grid import FIELD, ImageInfo, has_prompts, open_image, prompt_of, read_cells, shows_videos, to_bytes
+from flow_grpo.data.grid import (
+    FIELD,
+    ImageInfo,
+    has_prompts,
+    open_image,
+    prompt_of,
+    read_cells,
+    rows_and_columns,
+    shows_videos,
+    to_bytes,
+)
 from flow_grpo.data.grid_layout import GridLayout, GridOptions, layout_of
 from flow_grpo.data.prompt_files import read_table
 from flow_grpo.data.prompt_sources import CAPTIONS, FILE_NAME, FOLDER_FILES, folder_file, load_prompts, text_files
@@ -352,6 +362,9 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
             f"{file} has no prompts in it: it was not written by flow-grpo sample. Give --prompt, or --prompts with a row for "
             "each of its images."
         )
+    stated = rows_and_columns(image.info.get(FIELD), image.width, image.height) if grid.is_empty else None
+    if stated is not None:
+        grid = GridOptions(rows=stated[0], columns=stated[1], padding=(0, 0))
     prompt_set = PromptSet([prompts or ""], [{}]) if prompts is None or isinstance(prompts, str) else prompts
     array = np.asarray(image)
     layout = layout_of(array, grid, str(file), allow_single=len(prompt_set) == 1)

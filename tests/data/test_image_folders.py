@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from support.grids import CELLS, pictures
 
 from flow_grpo.data import image_sets
-from flow_grpo.data.grid import prompt_of, save_grid, save_image
+from flow_grpo.data.grid import prompt_of, save_grid, save_image, to_bytes
 from flow_grpo.data.grid_layout import GridOptions
 from flow_grpo.data.prompt_sources import load_prompts
 from flow_grpo.data.prompts import PromptSet
@@ -201,6 +202,19 @@ def test_an_image_says_its_prompt_to_other_programs_and_theirs_is_read(tmp_path)
     theirs = 'a fox: red, "big"\nin snow\nNegative prompt: blurry\nSteps: 20, Sampler: Euler, Seed: 5'
     assert prompt_of(theirs) == 'a fox: red, "big"\nin snow'
     assert [prompt_of(text) for text in (None, "", "words", '{"prompt": "a"}', "\nSteps: 1, Seed: 2")] == [None] * 5
+
+
+@pytest.mark.parametrize(("more", "images"), [("", 6), (", Hires upscale: 2", 1), (", Postprocess upscale by: 4", 1)])
+def test_a_grid_of_adjoining_images_is_cut_by_the_size_that_its_text_states(tmp_path, more, images):
+    info = PngInfo()
+    info.add_text("parameters", f"a fox\nNegative prompt: \nSteps: 20, Seed: 5, Size: 10x6{more}")
+    cells = to_bytes(torch.rand(6, 3, 6, 10, generator=torch.Generator().manual_seed(0)))
+    sheet = cells.reshape(2, 3, 6, 10, 3).transpose(0, 2, 1, 3, 4).reshape(12, 30, 3)
+    Image.fromarray(sheet).save(tmp_path / "grid.png", pnginfo=info)
+    image_set = image_sets.read(tmp_path / "grid.png")
+    assert image_set.prompts == ["a fox"] * images
+    if images == 6:
+        assert torch.equal(image_set.pixels, torch.from_numpy(cells).permute(0, 3, 1, 2))
 
 
 def test_prompts_in_names_are_read_as_t2i_compbench_writes_them(tmp_path):
