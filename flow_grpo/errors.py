@@ -45,7 +45,7 @@ class PeerLost(RetryableError):
 def is_retryable(error: BaseException | None) -> bool:
     """Whether the same command may succeed later: by the error, or by what caused it, such as a full disk."""
     while error is not None:
-        if isinstance(error, RetryableError) or (isinstance(error, OSError) and error.errno in FULL):
+        if isinstance(error, RetryableError) or getattr(error, "errno", None) in FULL:
             return True
         error = error.__cause__
     return False

@@ -29,7 +29,8 @@ from flow_grpo.errors import FlowGRPOError
 
 # a folder may be shared by machines, on which a PID is another process
 HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
-PARTIAL = re.compile(r"\..+\.(?:([0-9a-f]{6})-)?(\d+)\.partial(\.\w+)?")  # without a host as 0.4 wrote it
+# without a host as 0.4 wrote it
+PARTIAL = re.compile(r"\.(?P<stem>.+)\.(?:(?P<host>[0-9a-f]{6})-)?(?P<pid>\d+)\.partial(?P<suffix>\.\w+)?")
 OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
 MAX_JSON = 64 << 20  # bytes of a JSON file that we have written
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -49,7 +50,13 @@ def expanded(path: str | Path) -> Path:
 
 
 class WriteError(FlowGRPOError):
-    """A file or folder could not be written. The message is a sentence with the path and the system's reason."""
+    """A file or folder could not be written. The message is a sentence with the path and the system's reason.
+
+    Attributes:
+        errno: the system's number of the reason, if it gave one.
+    """
+
+    errno: int | None = None
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
@@ -309,7 +316,9 @@ def write_errors(path: Path, codes: set[int] | None = None) -> Iterator[None]:
         reason = f"{stated[:1].lower()}{stated[1:]}"
         if link is not None:
             reason = f"{link} is a link to {os.readlink(link)}, which does not exist"
-        raise WriteError(f"{path} could not be written: {reason}.") from error
+        write_error = WriteError(f"{_final(path)} could not be written: {reason}.")
+        write_error.errno = code
+        raise write_error from error
 
 
 def _sync(path: Path) -> None:
@@ -353,6 +362,14 @@ def _partial(target: Path, is_folder: bool = False) -> Path:
     """The temporary file or folder of this process for a target."""
     stem, suffix = (target.name, "") if is_folder else (target.stem, target.suffix)
     return target.with_name(f".{stem}.{HOST}-{os.getpid()}.partial{suffix}")
+
+
+def _final(path: Path) -> Path:
+    """The path of a file, also of one that is written in a temporary folder first."""
+    for folder in (path, *path.parents):
+        if named := PARTIAL.fullmatch(folder.name):
+            return folder.with_name(named["stem"] + (named["suffix"] or "")) / path.relative_to(folder)
+    return path
 
 
 def _complete(folder: Path, name: str) -> Path:
@@ -418,6 +435,6 @@ def _sweep(folder: Path) -> None:
     _swept.add(folder)
     for path in list(folder.iterdir()):
         match = PARTIAL.fullmatch(path.name)
-        if match and match[1] in (None, HOST) and not psutil.pid_exists(int(match[2])):
+        if match and match["host"] in (None, HOST) and not psutil.pid_exists(int(match["pid"])):
             with suppress(OSError):
                 remove(path)

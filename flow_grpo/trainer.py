@@ -11,7 +11,7 @@ from typing import Any
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import Prompts
-from flow_grpo.errors import Interrupted
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.evaluator import Evaluator
 from flow_grpo.report import page
 from flow_grpo.rewards.threads import background
@@ -53,6 +53,10 @@ class FlowGRPOTrainer:
         eval_dataset: Prompts | None = None,
         callbacks: Sequence[Any] = (),
     ) -> None:
+        if not isinstance(args, FlowGRPOConfig | None):
+            raise FlowGRPOError(
+                f"args is a {type(args).__name__}: give FlowGRPOConfig(...), or FlowGRPOConfig.from_yaml(...)."
+            )
         run = build_run(model, reward_funcs, args or FlowGRPOConfig(), train_dataset, eval_dataset)
         self.args, self.policy, self.processes = run.args, run.policy, run.processes
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
@@ -219,7 +223,7 @@ class FlowGRPOTrainer:
             self.evaluator.start_recording()
             tracker.open_services(self.args, self.step)
         nothing_left = "" if self.step < self.args.steps else ": nothing is left to train; `steps` sets how many there are"
-        tracker.info(f"resumed at step {self.step} of {self.args.steps}{nothing_left}")
+        tracker.info(f"resumed at step {self.step} of {self.args.steps}, in {self.folder}{nothing_left}")
 
     def _start(self, tracker: Tracker) -> None:
         self.evaluator.start_recording()

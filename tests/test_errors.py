@@ -32,6 +32,12 @@ def full_disk():
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def full_disk_of_a_library():
+    """As safetensors says it, whose error is none of the system's."""
+    with write_errors(Path("runs/.best.0123ab-4.partial/weights.safetensors")):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
 def dead_server():
     with guarded("reward ocr", lambda kind: f"reward ocr raised {kind}"):
         raise NoServer("no server is left.")
@@ -49,12 +55,14 @@ def unreachable_hub():
     raise HubUnreachable("the model is not in the cache.")
 
 
-@pytest.mark.parametrize("fail", [full_disk, dead_server, failed_rank, unreachable_hub])
+@pytest.mark.parametrize("fail", [full_disk, full_disk_of_a_library, dead_server, failed_rank, unreachable_hub])
 def test_what_a_retry_may_mend_ends_with_status_75(fail, capsys):
     with pytest.raises(SystemExit) as end, exit_on_error():
         fail()
     assert end.value.code == 75
-    assert capsys.readouterr().err.startswith("error: ")
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "partial" not in said, "the file, and not where it is written first"
 
 
 def test_an_error_of_the_user_is_not_retryable_whatever_it_follows():

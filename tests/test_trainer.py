@@ -22,7 +22,7 @@ from dev.tiny import pretrain
 from flow_grpo.advantages import group_advantages
 from flow_grpo.config.stepwise_objectives import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
-from flow_grpo.errors import Interrupted
+from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.policy import devices
 from flow_grpo.policy.lora import TRAINED
@@ -1045,11 +1045,41 @@ def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path)
     assert all("time/evaluation" in row for row in read_metrics(tmp_path / "run") if "eval/reward" in row)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"args": {"height": 32}}, "args is a dict: give FlowGRPOConfig"),
+        ({"args": "tiny_ocr"}, "args is a str: give FlowGRPOConfig"),
+        ({"reward_funcs": 3}, "reward_funcs has a int: give names, functions or classes"),
+        ({"reward_funcs": [bright, None]}, "reward_funcs has a NoneType"),
+        ({"reward_funcs": []}, "reward_funcs is empty"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(arguments, sentence):
+    with pytest.raises(FlowGRPOError, match=f"^{sentence}"):
+        FlowGRPOTrainer(small.policy(lora=False), **{"args": small.settings(), "train_dataset": small.PROMPTS, **arguments})
+
+
+def test_a_damaged_picture_ends_no_run(tmp_path):
+    held_out = small.PromptSet(["a 1", "a 2"], [{}] * 2)
+    trainer = made(tmp_path / "run", held_out=held_out, steps=1)
+    trained = trainer.training_step
+
+    def damaging():
+        (tmp_path / "run" / "before.png").write_bytes(b"no picture")
+        return trained()
+
+    trainer.training_step = damaging
+    trainer.train()
+    assert (tmp_path / "run" / "lora").is_dir()
+    assert rows(tmp_path / "run")[-1]["step"] == 1
+
+
 # -- how a run is stopped -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "place", "expected"), [
-    (signal.SIGINT, "velocity", 1), (signal.SIGTERM, "velocity", 1), (signal.SIGINT, "reward", 2),
+    (signal.SIGINT, "velocity", 1), (signal.SIGTERM, "velocity", 1), (signal.SIGHUP, "velocity", 1), (signal.SIGINT, "reward", 2),
 ])  # fmt: skip
 def test_a_signal_leaves_a_rollout_at_once_and_an_update_at_its_end(tmp_path, number, place, expected):
     trainer = made(tmp_path / "run", steps=9)
@@ -1071,10 +1101,11 @@ def test_a_signal_leaves_a_rollout_at_once_and_an_update_at_its_end(tmp_path, nu
         trainer.policy.velocity = stops
     else:
         trainer.rewards.rewards["bright"] = reward
-    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(one) for one in handled]
     with pytest.raises(Interrupted):
         trainer.train()
-    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert [signal.getsignal(one) for one in handled] == before
     assert saved(tmp_path / "run")[-1] == expected
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, expected + 1))
     if place == "velocity":

@@ -125,7 +125,9 @@ class FlowGRPOConfig(RunSettings):
             FlowGRPOError: one sentence on what is wrong, and where.
         """
         file = find_config(path or "tiny_ocr")
-        values = read_yaml(file) or {}
+        values = read_yaml(file)
+        if values is None:
+            raise FlowGRPOError(f"{file} is empty: write settings into it, such as `steps: 100`, or take a bundled config.")
         if not isinstance(values, dict):
             raise FlowGRPOError(f"{file} must hold `key: value` lines.")
         file_values = _with_current_settings(values)

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +15,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -66,6 +68,14 @@ class ConfigSection(BaseModel):
                 raise FlowGRPOError(f"{'.'.join(path)} is {value}, but it should be a finite number.")
         return values
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and _kinds(field.annotation) <= {int, float, NoneType}:  # which pydantic takes as 0 or 1
+            raise PydanticCustomError("number", "it should be a number")
+        return value
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a setting, checked as if the config was read with it. FlowGRPOError, and nothing is set, if it does not fit."""
         fields = type(self).model_fields
@@ -93,6 +103,15 @@ class ConfigSection(BaseModel):
         """The settings that were given or have another value than their default, as plain values."""
         plain, names = self.model_dump(), {*self.model_fields_set, *self.changed()}
         return {key: one.given() if isinstance(one, ConfigSection) else plain[key] for key, one in self if key in names}
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types of a field: those of a union, without what else its annotation says."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return set().union(*map(_kinds, get_args(annotation)))
+    return {annotation}
 
 
 def leaves(values: Any) -> Iterator[tuple[list[str], Any]]:
@@ -142,7 +161,7 @@ class OptimizerConfig(ConfigSection):
     final_lr_ratio: Share = 1.0
     """The learning rate falls linearly to this share of lr at the last step; 1 keeps it constant. Resuming with more `steps`
     stretches the decay."""
-    eps: Annotated[float, Field(ge=0)] = 1e-15
+    eps: PositiveFloat = 1e-15
     """Added to the root of the second moment. Gradients of mean log-probabilities can be 5e-9, below the usual 1e-8."""
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     """AdamW's weight decay."""

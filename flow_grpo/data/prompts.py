@@ -15,6 +15,7 @@ from torch import Tensor
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.image_prompt import prompt_key
 from flow_grpo.sampling import generator
+from flow_grpo.text import counted
 from flow_grpo.types import PromptBatch
 
 SET_COLUMN = "prompt_set"  # metadata of each prompt of several sets: the name of its set
@@ -92,7 +93,7 @@ class PromptSampler:
     def sample_indices(self, prompts: int) -> list[int]:
         """The indices of `prompts` different prompts."""
         if prompts > len(self.prompts):
-            raise FlowGRPOError(f"prompts_per_step={prompts}, but there are only {len(self.prompts)} prompts.")
+            raise FlowGRPOError(f"prompts_per_step={prompts}, but there are only {counted(len(self.prompts), 'prompt')}.")
         if self.position + prompts > len(self.prompts):
             self.epoch, self.position = self.epoch + 1, 0
         order = torch.randperm(len(self.prompts), generator=generator(self.seed, "prompts", self.epoch)).tolist()

@@ -182,7 +182,10 @@ def save_before_after(folder: Path, is_before: bool, images: dict[int, Tensor], 
     save_grid(folder / (layout.BEFORE if is_before else layout.AFTER), stacked, cells, columns=4)
     if is_before or not (folder / layout.BEFORE).exists():
         return
-    previous, previous_cells = read_grid(folder / layout.BEFORE)
+    try:
+        previous, previous_cells = read_grid(folder / layout.BEFORE)
+    except FlowGRPOError:
+        return  # it is damaged, and no reason to lose a run
     if [(cell.prompt, cell.seed) for cell in previous_cells] != [(str(cell.prompt), cell.seed) for cell in cells]:
         return  # of other prompts, which a run goes on with if its inputs.json is deleted, or of another version's seeds
     pairs = [i for pair in zip(range(len(prompts)), range(len(prompts), 2 * len(prompts)), strict=True) for i in pair]

@@ -13,15 +13,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import httpx
 import torch
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import disable_progress_bars
 from safetensors.torch import load_file, save_file
 
 from flow_grpo import __version__
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.errors import FlowGRPOError
+from flow_grpo.errors import FlowGRPOError, RetryableError
 from flow_grpo.export import model_card
 from flow_grpo.figures import draw_or_warn
 from flow_grpo.files import (
@@ -47,6 +47,7 @@ from flow_grpo.text import counted, first_line, plain
 from flow_grpo.tracking.tracker import plot_curves
 
 RESULT = "export"
+HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library of huggingface_hub, which its major versions change
 Format = Literal["diffusers", "peft", "comfyui"]
 EXAMPLES = 4  # prompts in the header
 EXPERTS = {TRANSFORMER: "high_noise", "transformer_2": "low_noise"}  # of Wan 2.2, whose files people know by these names
@@ -230,10 +231,10 @@ def push_export(folder: Path, repo: str, private: bool) -> str:
             "delete_patterns": _files_to_delete(api, url.repo_id, content["files"]),
         }
         api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message=message, **patterns)
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        raise FlowGRPOError(
-            f"the export is in {folder}, but the hub did not take it as {repo}: {first_line(error)}"
-        ) from error
+    except (OSError, ValueError, HTTP_ERROR) as error:
+        is_refused = isinstance(error, HfHubHTTPError | ValueError) or constants.HF_HUB_OFFLINE
+        kind = FlowGRPOError if is_refused else RetryableError
+        raise kind(f"the export is in {folder}, but the hub did not take it as {repo}: {first_line(error)}") from error
     return str(url)
 
 

@@ -113,7 +113,7 @@ class Lora:
         matching = [target for target in wanted if any(f".{name}".endswith(f".{target}") for name in layers)]
         if not matching:
             raise FlowGRPOError(
-                f"no linear layer of {type(self.transformer).__name__} is named {', '.join(wanted)}: set lora.targets to some of "
+                f"no linear layer of the transformer is named {', '.join(wanted)}: set lora.targets to some of "
                 f"{', '.join(_short_names(layers))}."
             )
         endings = tuple(f".{target}" for target in matching)

@@ -200,13 +200,18 @@ def read_checkpoint(folder: Path, step: int | None, info: Callable[[str], None])
 def rewind_run(folder: Path, step: int) -> str | None:
     """Delete what a run has written after a step: checkpoints, the weights of a later best evaluation, images and rows of metrics.
 
-    Returns a sentence on lines that are no rows of metrics, which are moved, or None if there are none.
+    Returns a sentence on lines that are no rows of metrics, which are moved, and on steps without a row; None if there are none.
     """
     checkpoint.delete_after(folder / layout.CHECKPOINTS, step)
     if (logged_best_step(read_metrics(folder)) or 0) > step:  # before its row is deleted
         remove(folder / layout.BEST)
     delete_images_after(folder, step)
-    return rewind(folder, step)
+    sentences = [rewind(folder, step)]
+    logged = {row["step"] for row in read_metrics(folder) if "loss" in row}
+    if missing := step - len(logged):
+        file = folder / layout.METRICS
+        sentences.append(f"{file} has no row of {missing} of the {step} steps so far: curves and tables lack them.")
+    return " ".join(sentence for sentence in sentences if sentence) or None
 
 
 def check_unchanged(args: FlowGRPOConfig, inputs: dict[str, str], info: Callable[[str], None]) -> None:
@@ -218,7 +223,11 @@ def check_unchanged(args: FlowGRPOConfig, inputs: dict[str, str], info: Callable
     folder = Path(args.output_dir)
     file, begun, dtype = folder / layout.CONFIG, inputs_of(folder), dtype_of(folder)
     if not begun:
-        info(f"{folder} has no {layout.INPUTS}: changes of its prompts, weights and code since it was begun are not seen.")
+        info(
+            f"{folder} has no readable {layout.INPUTS}: changes of its prompts, weights and code since it was begun are not seen."
+        )
+    if not file.exists():
+        info(f"warning: {folder} has no {layout.CONFIG}: changes of its settings since it was begun are not seen.")
     found = changes(
         FlowGRPOConfig.from_yaml(file) if file.exists() else args, args, begun | ({"dtype": dtype} if dtype else {}), inputs
     )

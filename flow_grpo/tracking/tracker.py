@@ -237,7 +237,10 @@ class Tracker:
         curve = draw_or_warn(lambda: plot_curves(self.folder), self.folder / layout.CURVES, self.info)
         run = RunReader(self.folder)
         if shown := shown_scores(run):
-            print_table(self.console, "held-out prompts", {"before": shown[0], "after": shown[-1]})
+            first = run.evaluation_rows[0]["step"]  # 0 unless metrics were lost
+            print_table(
+                self.console, "held-out prompts", {f"step {first}" if first else "before": shown[0], "after": shown[-1]}
+            )
         if reason := run.nothing_learned:
             self.info(f"warning: nothing was learned: {reason}.")
         for line in weights_lines(run, trained):
@@ -350,7 +353,8 @@ def plot_curves(folder: Path) -> Path | None:
             panel.plot(*zip(*curve.points, strict=True), **curve.style, label=curve.label)
         panel.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves, which may be anywhere
     below = axes[-1]
-    below.plot(*zip(*((row["step"], row.get("reward_std", 0.0)) for row in rows if "reward" in row), strict=True), **TRAINED)
+    spread = [(row["step"], row.get("reward_std", 0.0)) for row in rows if "reward" in row]
+    below.plot(*zip(*spread, strict=True), **_style_in_training(len(spread)))
     below.set_ylabel("std within\na group", fontsize=8)
     below.set_ylim(bottom=0)
     below.set_xlabel("training step")
@@ -370,10 +374,14 @@ class _Curve:
         return max([1.0, *(abs(value) for _, value in self.points if math.isfinite(value))])
 
 
+def _style_in_training(points: int) -> dict[str, Any]:
+    return TRAINED | ({"marker": "o"} if points == 1 else {})  # a line through one point can't be seen
+
+
 def _curves(rows: list[dict]) -> list[_Curve]:
     """The reward in training, and each measure of held-out prompts."""
     trained = [(row["step"], row["reward"]) for row in rows if "reward" in row]
-    curves = [_Curve("reward in training", trained, TRAINED | ({"marker": "o"} if len(trained) == 1 else {}))]
+    curves = [_Curve("reward in training", trained, _style_in_training(len(trained)))]
     names = list(dict.fromkeys(key for row in rows for key in row if key.startswith("eval/")))
     of = {name: [(row["step"], row[name]) for row in rows if name in row] for name in names}
     if any(of[name] == of.get("eval/reward") for name in names if name != "eval/reward"):

@@ -98,6 +98,12 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
     if reward_funcs is None:
         return {name: (name, setting) for name, setting in args.rewards.items()}
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    if wrong := next((type(item).__name__ for item in functions if not (callable(item) or isinstance(item, str))), None):
+        raise FlowGRPOError(f"reward_funcs has a {wrong}: give names, functions or classes.")
+    if not functions:
+        raise FlowGRPOError(
+            "reward_funcs is empty: give a name, a function or a class, or None for the rewards of the config."
+        )
     names = [_name_of(function) for function in functions]
     trained = {n: (f, args.rewards.get(n, RewardConfig())) for n, f in zip(names, functions, strict=True)}
     unused = [name for name in args.rewards if name not in trained] if "rewards" in args.model_fields_set else []

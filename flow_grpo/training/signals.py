@@ -55,7 +55,7 @@ def exit_if_busy(code: int) -> None:
 
 @contextmanager
 def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at Ctrl-C and SIGTERM, within the context. The second Ctrl-C ends a command at once.
+    """Call `stop` at Ctrl-C, SIGTERM and the end of the terminal, within the context. The second Ctrl-C ends a command at once.
 
     In a notebook or a script of the user's own, where Ctrl-C is a KeyboardInterrupt, the second Ctrl-C raises KeyboardInterrupt.
     """
@@ -70,6 +70,8 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.SIGINT: signal.signal(signal.SIGINT, interrupt) if own else exit_on_second_interrupt(stop),
             signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: stop()),
         }
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal; `nohup` ignores it
+            former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: stop())
     except ValueError:  # not the main thread: whoever runs us there handles signals
         previous = {}
     try:

@@ -254,6 +254,11 @@ class PolicyUpdate:
         if local_deviation is not None:
             totals.numbers["ratio/first_update_max_deviation"] = local_deviation
         deviation = max(self.processes.all_gather(local_deviation or 0.0), key=lambda d: math.inf if math.isnan(d) else d)
+        if not math.isfinite(deviation):
+            raise FlowGRPOError(
+                f"the ratio of new to old probability is {deviation}: the weights or the velocities are no finite numbers any more. Set a "
+                "lower optimizer.lr, or dtype=bf16 or fp32 in place of fp16."
+            )
         if deviation != 0:
             raise FlowGRPOError(
                 f"before the first update the ratio of new to old probability deviates from 1 by {deviation:.1e}: the update "

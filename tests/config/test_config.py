@@ -341,6 +341,16 @@ def test_a_missing_or_broken_file_is_a_clear_error(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1")
     with pytest.raises(ValueError, match="key: value"):
         FlowGRPOConfig.from_yaml(tmp_path / "list.yaml")
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(ValueError, match=r"empty\.yaml is empty"):
+        FlowGRPOConfig.from_yaml(tmp_path / "empty.yaml")
+
+
+@pytest.mark.parametrize("name", ["steps", "height", "sampling.steps", "lora.rank", "optimizer.lr"])
+def test_yes_and_no_are_no_numbers(name):
+    with pytest.raises(ValueError, match=f"{name} is True, but it should be a number"):
+        FlowGRPOConfig.from_yaml("tiny_ocr", [f"{name}=true"])
+    assert FlowGRPOConfig.from_yaml("tiny_ocr", ["memory.compile=true"]).memory.compile
 
 
 def test_prompt_files_of_every_kind(tmp_path):

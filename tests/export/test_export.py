@@ -538,6 +538,9 @@ def test_pushing_gives_the_hub_the_exports_files_and_a_refusal_is_a_clear_error(
 
     with local_hub() as server:
         done, refused, public = pushed("me/signs"), pushed("them/signs"), pushed("known/signs")
+    unreachable = pushed("me/signs")
+    assert unreachable.returncode == 75, unreachable.stderr
+    assert "but the hub did not take it as me/signs: " in unreachable.stderr
     assert done.returncode == 0, done.stderr
     assert "/me/signs" in done.stdout.splitlines()[-1]
     assert not done.stderr

@@ -130,8 +130,21 @@ def test_a_run_of_0_4_without_digests_resumes_and_says_what_is_not_seen(began, c
     (began / "run" / layout.INPUTS).unlink()
     (began / "mine.py").write_text(REWARD + "\n")
     resume()
-    assert "run has no inputs.json: changes of its prompts" in capsys.readouterr().out
+    assert "run has no readable inputs.json: changes of its prompts" in capsys.readouterr().out
     assert json.loads((began / "run" / layout.INPUTS).read_text())["digests"]["prompts"]
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        (layout.CONFIG, "run has no config.yaml: changes of its settings since it was begun are not seen."),
+        (layout.METRICS, "run/metrics.jsonl has no row of 1 of the 1 steps so far: curves and tables lack them."),
+    ],
+)
+def test_a_run_that_lost_a_file_is_resumed_with_a_warning(began, capsys, file, sentence):
+    (began / "run" / file).unlink()
+    resume()
+    assert f"warning: {sentence}" in capsys.readouterr().out
 
 
 def test_a_path_resumes_from_that_checkpoint_and_one_elsewhere_is_refused(began):

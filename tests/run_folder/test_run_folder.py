@@ -104,6 +104,7 @@ def test_a_folder_in_use_is_refused_with_its_owner_and_free_when_that_is_killed(
     for resume in (False, True):
         with pytest.raises(ValueError, match=f"is in use by process {owner.process.pid} on {socket.gethostname()}, since "):
             FlowGRPOTrainer(args=args).train(resume)
+    assert "is in use by process" in run("train", "run.yaml", cwd=tmp_path, code=75)
     page.write([tmp_path / "run"], tmp_path / "report.html")  # reading needs no lock
     assert owner.process.is_alive()
     owner.process.kill()

@@ -213,7 +213,7 @@ def test_a_number_that_is_none_is_refused_and_not_tried_again():
     def before(experience):
         experience.trajectory.log_prob[0, 0] = float("nan")
 
-    with pytest.raises(ValueError, match="deviates from 1 by nan"):
+    with pytest.raises(ValueError, match="ratio of new to old probability is nan"):
         updated(True, before=before)
 
 
