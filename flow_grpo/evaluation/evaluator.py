@@ -156,9 +156,10 @@ class Evaluator:
         if step > 0 or not self.samples:
             return []
         should_stop = self.processes.should_stop
-        # one that failed on all images was dropped, with a sentence
-        scored = {name: reward for name, reward in self.rewards.rewards.items() if evaluation.values[name].isfinite().any()}
-        return group_dependence_warnings(scored, self._held_out, evaluation.images, should_stop)
+        # others failed on all images, which another sentence says, or belong to no held-out prompt set
+        scored = [name for name, values in evaluation.values.items() if values.isfinite().any()]
+        rewards = {name: reward for name, reward in self.rewards.rewards.items() if name in scored}
+        return group_dependence_warnings(rewards, self._held_out, evaluation.images, should_stop)
 
     def _means(self, evaluation: Evaluation) -> dict[str, float]:
         """The mean of each measure, and of the reward in each prompt set."""
