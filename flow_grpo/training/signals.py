@@ -71,7 +71,7 @@ def handle_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.SIGTERM: signal.signal(signal.SIGTERM, lambda number, frame: stop()),
         }
         if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal; `nohup` ignores it
-            former[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: stop())
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda number, frame: stop())
     except ValueError:  # not the main thread: whoever runs us there handles signals
         previous = {}
     try:
