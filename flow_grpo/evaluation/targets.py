@@ -10,6 +10,7 @@ from flow_grpo.data import image_sets
 from flow_grpo.data.grid_layout import GridOptions
 from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import expanded
 from flow_grpo.policy import hub
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.reader import RunReader
@@ -120,7 +121,7 @@ def unnamed_rewards(run: RunReader, args: FlowGRPOConfig) -> list[str]:
 
 
 def check_rewards_are_named(target: ModelTarget) -> None:
-    """Check that the config of a run's weights names what they were trained on. FlowGRPOError if not."""
+    """Check that the config of a run's weights names what they were trained on, and files that are here. FlowGRPOError if not."""
     if target.config_file is None or not layout.is_run(target.config_file.parent):
         return
     recorded = FlowGRPOConfig.from_yaml(target.config_file)
@@ -130,6 +131,13 @@ def check_rewards_are_named(target: ModelTarget) -> None:
             f"{target.config_file} has no name to load {', '.join(unnamed)} by, on which the run was trained from Python: say what "
             "to measure by --reward, such as --reward my_reward.py:my_fn."
         )
+    for name, setting in target.args.rewards.items():
+        file = name.rpartition(":")[0]
+        if name in recorded.rewards and file.endswith(".py") and setting.remote is None and not expanded(file).is_file():
+            raise FlowGRPOError(
+                f"{target.config_file} names the reward {name}, and there is no file {file} in {Path.cwd()}: start the command in the "
+                "folder that has it, or say what to measure by --reward."
+            )
 
 
 def _unique_names(names: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -491,6 +492,18 @@ def test_a_folder_of_prompts_with_images_is_read_as_prompts_and_one_with_seeds_a
     results = read_prompt_source(str(tmp_path), None)
     assert (results.prompts, results.seeds) == (["make it night"], [7])
     assert not any(map(images_of, results.prompts))
+
+
+def test_a_reward_file_that_is_in_another_folder_is_named_with_its_config(tmp_path, run, monkeypatch):
+    target = tmp_path / "begun"
+    shutil.copytree(run, target)
+    config = short_run(target, "model=tiny", "rewards={mine.py:mine: 1}").to_yaml()
+    (target / "config.yaml").write_text(config)
+    (target / "metrics.jsonl").write_text('{"step": 1, "loss": 0.0}\n')
+    monkeypatch.chdir(tmp_path)
+    sentence = f"{target}/config.yaml names the reward mine.py:mine, and there is no file mine.py in {tmp_path}: start"
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        eval_command([str(target)], trust=True)
 
 
 def test_a_place_that_cant_be_written_is_reported_before_anything_is_measured(sheet, tmp_path):
