@@ -26,7 +26,7 @@ from flow_grpo.rewards import scopes
 from flow_grpo.rewards.images import SOURCE, SOURCES, first_sources, has_sources
 from flow_grpo.rewards.scopes import ALL, frame_indices, frames_of, is_video, signature
 from flow_grpo.rewards.threads import in_thread
-from flow_grpo.rewards.user_code import UserCodeError, UserCodeMemoryError, guarded, one_sentence
+from flow_grpo.rewards.user_code import UserCodeError, guarded, one_sentence
 
 ROWS = "metadata"  # a parameter that gets the metadata as one dict for each image
 TEXTS = ("prompt", "prompts", "completion", "completions")
@@ -208,20 +208,25 @@ def _call(name: str, reward: Any, batch: RewardInputs, graph: bool = False) -> T
         with guard(lambda error: f"reward {name} raised {error} {on}"), torch.set_grad_enabled(graph):
             returned = finished(reward(*inputs, **keywords), graph)
     except UserCodeError as error:
-        if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in str(error):
-            hint = "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images."
-            raise UserCodeError(f"{error}; {hint}") from error.__cause__
-        empty = [
-            key
-            for key, column in keywords.items()
-            if key not in HIDDEN and isinstance(column, list) and any(value is None for value in column)
-        ]
-        if empty and not isinstance(error, UserCodeMemoryError):
-            raise UserCodeError(
-                f"{error}; some prompts have no {' and no '.join(empty)}, which is None."
-            ) from error.__cause__
+        if hint := _hint(error, keywords):
+            raise UserCodeError(f"{error}; {hint}.") from error.__cause__
         raise
     return as_values(name, returned, len(prompts), kind)
+
+
+def _hint(error: UserCodeError, keywords: dict[str, Any]) -> str:
+    """What is often the cause of such an error of a reward; "" if nothing is known."""
+    text = str(error.__cause__)
+    if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in text:
+        return "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images"
+    if isinstance(error.__cause__, RuntimeError) and "on Tensor that requires grad" in text:
+        return "its gradient is asked for, so that torch alone must compute it, without NumPy and PIL"
+    empty = [
+        key
+        for key, column in keywords.items()
+        if key not in HIDDEN and isinstance(column, list) and any(value is None for value in column)
+    ]
+    return f"some prompts have no {' and no '.join(empty)}, which is None" if empty and "None" in text else ""
 
 
 def accepted_metadata(reward: Any, metadata: dict[str, Any], inputs: int) -> dict[str, Any]:

@@ -107,6 +107,10 @@ def backward_fails(images, prompts):
     return plain(images, prompts)
 
 
+def of_numpy(images, prompts):
+    return images.numpy().mean((1, 2, 3))
+
+
 def steep(images, prompts):
     return (images - images).square().sum((1, 2, 3)).sqrt()
 
@@ -118,6 +122,7 @@ def steep(images, prompts):
         (first_is_nan, "returned (nan|-inf) for the prompt 'a'", [True, False, False]),
         (fails, "raised RuntimeError .*the camera is off", [True] * 3),
         (backward_fails, "raised ZeroDivisionError in its backward pass", [True] * 3),
+        (of_numpy, "without NumPy and PIL", [True] * 3),
         (steep, "a gradient that is not finite for the prompt 'a'", [True] * 3),
     ],
 )
