@@ -46,6 +46,8 @@ def find_config(path: str | Path) -> Path:
     names = sorted(p.stem for p in bundled_file("").glob("*.yaml"))
     if Path(path).is_dir() and (inside := sorted(Path(path).glob("*.yaml"))):
         raise FlowGRPOError(f"{path} is a folder and no config: give a config in it, {inside[0]}.")
+    if Path(path).is_dir():
+        raise FlowGRPOError(f"{path} is a folder without a config: give a .yaml file.")
     if Path(path).suffix in SUFFIXES:
         hint = suggest(Path(path).stem, names) or suggest(str(path), [str(p) for p in Path(path).parent.glob("*.yaml")])
         raise FlowGRPOError(f"there is no file {path}.{hint} `flow-grpo init {path}` writes a new config.")

@@ -310,7 +310,8 @@ def _did_you_mean(location: list[str], config: type[ConfigSection]) -> str:
     known = (
         f" {'.'.join(parents)} has {', '.join(dict.fromkeys(names))}." if len(sections) == 1 and sections != [config] else ""
     )
-    return suggest(word, names) or suggest(word, dotted_by_name) or known
+    own = {name: ".".join([*parents, name]) if len(parents) == 1 else name for name in names}
+    return suggest(word, own) or suggest(word, dotted_by_name) or known
 
 
 def setting_paths(config: type[ConfigSection], word: str) -> list[str]:

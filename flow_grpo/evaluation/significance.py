@@ -4,7 +4,7 @@ The unit is a prompt: images of one prompt are alike, so that they count as one.
 
 Intervals are closed forms: Wilson's (1927) for a share, Bonett and Price's (2012) for a difference of paired shares, which do not shrink to
 nothing where all prompts agree; for other values Hall's (1992) transformed t interval, which allows for skewness. Fewer than 8 prompts have
-none, nor have equal values that are no shares.
+none, nor have equal values that are no shares. Of values from 0 to 1, no interval leaves this range.
 
 The test is of paired prompts: the signs of their differences are permuted (Fisher, 1935), in all ways where at most 13 prompts differ, else
 in 9,999 random ways. These are seeded, so that the same numbers give the same result. Several tests are adjusted together by Holm (1979).
@@ -15,7 +15,7 @@ The monitor of a run, which compares evaluations again and again, needs the stan
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -54,7 +54,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     if _are_shares(sample):
         interval = stats.binomtest(round(sample.sum()), n).proportion_ci(LEVEL, method="wilson")
         return Estimate(mean, float(interval.low), float(interval.high))
-    return _skewed_interval(sample)
+    return _within(_skewed_interval(sample), (0.0, 1.0) if _are_from_0_to_1(sample) else (-math.inf, math.inf))
 
 
 def mean_of_independent(estimates: Sequence[Estimate]) -> Estimate:
@@ -81,7 +81,8 @@ def paired(values: Sequence[float], base: Sequence[float]) -> MeanDifference:
     elif _are_shares(new) and _are_shares(old):
         interval = _interval_of_paired_shares(differences)
     else:
-        interval = _skewed_interval(differences)
+        both = _are_from_0_to_1(new) and _are_from_0_to_1(old)
+        interval = _within(_skewed_interval(differences), (-1.0, 1.0) if both else (-math.inf, math.inf))
     differing = differences[differences != 0]  # a tie has no sign
     if len(differing) < 2:
         return MeanDifference(interval, 1.0)
@@ -151,6 +152,15 @@ def _finite(values: Sequence[float]) -> Float[np.ndarray, " P"]:
 def _are_shares(sample: Float[np.ndarray, " P"]) -> bool:
     """Whether all values are 0 or 1, so that their mean is a share of the prompts."""
     return bool(np.isin(sample, (0.0, 1.0)).all())
+
+
+def _are_from_0_to_1(sample: Float[np.ndarray, " P"]) -> bool:
+    """Whether the values lie in the range of shares of images, probabilities and most rewards."""
+    return bool(((sample >= 0) & (sample <= 1)).all())
+
+
+def _within(estimate: Estimate, bounds: tuple[float, float]) -> Estimate:
+    return replace(estimate, low=max(estimate.low, bounds[0]), high=min(estimate.high, bounds[1]))
 
 
 def _without_interval(mean: float) -> Estimate:

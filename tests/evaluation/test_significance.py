@@ -34,6 +34,13 @@ def test_an_interval_reaches_further_to_the_side_of_the_rare_large_values():
     assert (mirrored.low, mirrored.high) == pytest.approx((-interval.high, -interval.low))
 
 
+def test_an_interval_of_values_from_0_to_1_stays_there():
+    values = [1.0] * 16 + [0.5, 0.75]
+    assert estimate(values).high == 1
+    assert estimate([2 * value for value in values]).high > 2, "of other values the range is not known"
+    assert paired(values, [0.0] * 18).difference.high == 1
+
+
 def test_fewer_than_8_prompts_have_no_interval_and_one_proves_nothing():
     for few in ([1.0], [0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8]):
         assert np.isnan(estimate(few).low)
