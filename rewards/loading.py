@@ -218,12 +218,14 @@ def _import_module(kind: str, name: str, path: str) -> Any:
             return importlib.import_module(path)
     except UserCodeError as error:
         file, missing = f"{path.replace('.', '/')}.py", getattr(error.__cause__, "name", None)
-        if missing != path.partition(".")[0] or not Path(file).is_file():
+        why = {
+            path.partition(".")[0]: "the working directory is not searched for modules",
+            f"flow_grpo.{path}": "the package `rewards` of flow-grpo hides a folder of that name",
+        }
+        if missing not in why or not Path(file).is_file():
             raise
-        raise FlowGRPOError(
-            f"{kind} {name} could not be imported, since the working directory is not searched for modules: write "
-            f"{file}:{name.rpartition(':')[2]}, or set the environment variable PYTHONPATH=."
-        ) from error
+        as_file = f"{file}:{name.rpartition(':')[2]}"
+        raise FlowGRPOError(f"{kind} {name} could not be imported, since {why[missing]}: write {as_file}.") from error
 
 
 def _import_file(kind: str, path: str) -> Any:

@@ -324,7 +324,11 @@ def dark(images, prompts):
         ("own.py:dark:0.5", "a weight follows the colon and a space: write `own.py:dark: 0.5`."),
         (
             "own:dark",
-            "reward own:dark could not be imported, since the working directory is not searched for modules: write own.py:dark,",
+            "reward own:dark could not be imported, since the working directory is not searched for modules: write own.py:dark.",
+        ),
+        (
+            "rewards.mine:dark",
+            "since the package `rewards` of flow-grpo hides a folder of that name: write rewards/mine.py:dark.",
         ),
         ("owm:dark", "reward owm:dark could not be imported: ModuleNotFoundError: No module named 'owm'"),
         ("sub.other:dark", "could not be imported: ModuleNotFoundError"),
@@ -336,6 +340,8 @@ def dark(images, prompts):
 def test_a_name_that_leads_to_no_reward_is_said_in_one_sentence(tmp_path, monkeypatch, name, sentence):
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
+    Path("rewards").mkdir()
+    Path("rewards/mine.py").write_text(OWN)
     Path("fine.py").write_text("def dark(images, prompts): ...\n\ndef images_only(images): ...\n\nclass NoCall: ...\n")
     with pytest.raises(ValueError, match=re.escape(sentence)):
         rewards.load(name)
