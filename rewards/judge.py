@@ -112,7 +112,9 @@ class Judge:
         if high is None:
             high = 5 if answer == "expected" else 10
         if answer == "expected" and not {low, high} <= set(range(10)):
-            raise FlowGRPOError(f"judge: low={low} and high={high} must be digits, of which answer=expected takes the mean.")
+            raise FlowGRPOError(
+                f"judge: low={low} and high={high} must be digits: answer=expected takes the mean of digits."
+            )
         if not low < high:
             raise FlowGRPOError(f"judge: low={low} must be below high={high}.")
         if scope not in (IMAGE, PAIR):

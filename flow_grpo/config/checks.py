@@ -25,7 +25,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise FlowGRPOError(
-                f"there is no tracker {name}.{suggest(name, list(TRACKERS))} Choose of {', '.join(TRACKERS)}, or trackers=[] for none."
+                f"there is no tracker {name}.{suggest(name, list(TRACKERS))} Choose from {', '.join(TRACKERS)}, or trackers=[] for none."
             )
 
 
@@ -72,8 +72,8 @@ def check_kept_graphs(args: RunSettings) -> None:
         return
     if args.updates * args.epochs > 1:
         raise FlowGRPOError(
-            f"objective.keep_graphs with updates={args.updates} and epochs={args.epochs}: after one update a rollout's graphs are of "
-            "former weights; set updates=1 and epochs=1, or keep_graphs=false."
+            f"objective.keep_graphs with updates={args.updates} and epochs={args.epochs}: after one update a rollout's graphs "
+            "belong to earlier weights; set updates=1 and epochs=1, or keep_graphs=false."
         )
     if args.memory.shard is not None:
         raise FlowGRPOError(

@@ -61,9 +61,7 @@ def infer_batch_axes(single: Any, double: Any) -> Any:
             return LIST
         return [infer_batch_axes(a, b) for a, b in zip(single, double, strict=True)]
     if isinstance(single, dict):
-        raise FlowGRPOError(
-            f"encoded prompts come as a {type(single).__name__}, of which only lists and tensors are understood."
-        )
+        raise FlowGRPOError(f"encoded prompts contain a {type(single).__name__}; only lists and tensors are understood.")
     return SHARED
 
 

@@ -168,8 +168,8 @@ def read(file: Path, source: str | None = None) -> LoraFile:
         raise _other_kind(source, kind)
     if unknown := [name for name in own if not TENSOR.fullmatch(name)]:
         raise FlowGRPOError(
-            f"the LoRA {source} holds {counted(len(unknown), 'tensor')} of {len(own)} that are no part of a LoRA, of which "
-            f"{unknown[0]} is the first."
+            f"the LoRA {source} holds {counted(len(unknown), 'tensor')} of {len(own)} that are no part of a LoRA; the first "
+            f"is {unknown[0]}."
         )
     parts = _by_layer(own, source)
     settings = _settings(file, header, source, [*parts])
@@ -264,7 +264,7 @@ def _alpha(source: str, tensor: Tensor | None, settings: dict[str, Any], name: s
             alpha = float(next(own, settings["lora_alpha"]))
             alpha *= math.sqrt(rank) if settings.get("use_rslora") else 1
     except (ValueError, TypeError, AttributeError, RuntimeError, re.error) as error:
-        raise FlowGRPOError(f"the LoRA {source} has an alpha that is no number at {name}.") from error
+        raise FlowGRPOError(f"the LoRA {source} has no number as the alpha of {name}.") from error
     if not math.isfinite(alpha):
         raise FlowGRPOError(f"the LoRA {source} has an alpha that is not finite: take an earlier checkpoint of the run.")
     return alpha

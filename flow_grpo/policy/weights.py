@@ -156,12 +156,12 @@ def check_weights(weights: Mapping[str, Tensor], source: str) -> None:
         raise FlowGRPOError(f"{source} holds no weights for the transformer of this model.")
     missing = [name for name, value in weights.items() if value.is_meta]
     if missing:
-        raise FlowGRPOError(f"{source} lacks {len(missing)} of {len(weights)} tensors, of which {missing[0]} is the first.")
+        raise FlowGRPOError(f"{source} lacks {len(missing)} of {len(weights)} tensors; the first is {missing[0]}.")
     broken = [name for name, value in weights.items() if value.is_floating_point() and not bool(value.isfinite().all())]
     if broken:
         raise FlowGRPOError(
-            f"{source} holds values that are not finite, in {len(broken)} of {len(weights)} tensors, of which {broken[0]} is the "
-            "first: take an earlier checkpoint of the run."
+            f"{source} holds values that are not finite, in {len(broken)} of {len(weights)} tensors; the first is {broken[0]}: "
+            "take an earlier checkpoint of the run."
         )
 
 

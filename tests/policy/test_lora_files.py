@@ -51,8 +51,8 @@ def spoiled(good: Path, how: str) -> tuple[dict[str, torch.Tensor], dict[str, st
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("nan", "holds values that are not finite, in 1 of 24 tensors, of which transformer_blocks"),
-        ("inf", "holds values that are not finite, in 1 of 24 tensors, of which transformer_blocks"),
+        ("nan", "holds values that are not finite, in 1 of 24 tensors; the first is transformer_blocks"),
+        ("inf", "holds values that are not finite, in 1 of 24 tensors; the first is transformer_blocks"),
         ("half", r"is incomplete: transformer\.transformer_blocks.* has no up matrix"),
         ("alpha", "has an alpha that is not finite"),
         ("another part's", "has 12 layers, of which 0 have a place in StableDiffusion3Pipeline: unet"),

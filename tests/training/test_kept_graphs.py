@@ -229,7 +229,7 @@ def test_graphs_of_joined_parts_keep_their_places_and_chosen_rows_have_none():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"updates": 2}, "after one update a rollout's graphs are of former weights; set updates=1"),
+        ({"updates": 2}, "after one update a rollout's graphs belong to earlier weights; set updates=1"),
         ({"epochs": 2}, "epochs=2: after one update"),
         ({"memory": {"shard": "fsdp2"}}, "keep_graphs with memory.shard=fsdp2"),
         (
