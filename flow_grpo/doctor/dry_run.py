@@ -26,7 +26,7 @@ from flow_grpo.rewards.scopes import ALL, frames_of
 from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.text import step_time
 from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
-from flow_grpo.training.start_checks import Start, check_writable, make_checks, sentences
+from flow_grpo.training.start_checks import Start, check_writable, make_checks, prompts_with, sentences
 
 NUM_NOISE_IMAGES = 2  # on which a dry run calls each reward
 DEFAULT_SIZE = 512  # of images where the model's size is unknown
@@ -255,7 +255,7 @@ def _call(
 
 def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: PromptSet, *, with_gradient: bool) -> None:
     """Score the images of the first prompts that have the reward, or of the first one if the reward sees several images of a prompt."""
-    rows = _rows_of(name, prompts)[: len(images)]
+    rows = (prompts_with(name, prompts) or list(range(len(prompts))))[: len(images)]
     batch = (
         prompts.take((rows * len(images))[: len(images)], 1)
         if reward_kit.scope_of(reward) == "image"
@@ -264,10 +264,3 @@ def _score(name: str, reward: reward_kit.Reward, images: torch.Tensor, prompts: 
     reward_kit.score(name, reward, images, batch.prompts, **batch.columns())
     if with_gradient:
         reward_kit.value_and_gradient(name, reward, images, batch.prompts, batch.columns())
-
-
-def _rows_of(name: str, prompts: PromptSet) -> list[int]:
-    """The prompts whose images the reward scores, as far as their set names rewards; all if no set names this one."""
-    named = [row.get("rewards") for row in prompts.metadata]
-    own = [i for i, rewards in enumerate(named) if rewards is None or name in rewards]
-    return own or list(range(len(prompts)))

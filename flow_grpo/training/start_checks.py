@@ -30,6 +30,7 @@ from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.calls import check_signature
 from flow_grpo.rewards.images import SOURCE, SOURCES
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
+from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.run_folder.opening import check_begun, how_to_resume, is_begun, locked
 from flow_grpo.training.custom_functions import check_custom_functions
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
@@ -242,7 +243,15 @@ def _check_columns(rewards: Mapping[str, Reward], prompts: PromptSet | None) -> 
     if any(isinstance(prompt, ImagePrompt) for prompt in prompts.prompts):
         columns |= {SOURCE, SOURCES}
     for name, reward in rewards.items():
-        check_signature(name, reward, columns)
+        if prompts_with(name, prompts):
+            check_signature(name, reward, columns)
+
+
+def prompts_with(reward: str, prompts: PromptSet) -> list[int]:
+    """The indices of the prompts whose images the reward scores, as far as their sets name rewards."""
+    named = [row.get(REWARDS_COLUMN) for row in prompts.metadata]
+    short = reward.rpartition(":")[2]
+    return [i for i, own in enumerate(named) if own is None or short in {name.rpartition(":")[2] for name in own}]
 
 
 def groups_of_evaluations(start: Start) -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 from support import small_policy as small
 from support.embedded import short_run
 
+from flow_grpo.data.prompts import PromptSet, join_sets
 from flow_grpo.doctor.dry_run import dry_run
 from flow_grpo.doctor.run import RunChecks
 from flow_grpo.errors import FlowGRPOError
@@ -57,6 +58,10 @@ def needs_answer(images, prompts, *, answer):
     return images.mean((1, 2, 3))
 
 
+def brightness(images, prompts):
+    return images.mean((1, 2, 3))
+
+
 def prompts_first(prompts, images):
     return [0.0] * len(prompts)
 
@@ -74,6 +79,21 @@ def test_a_run_does_not_start_with_a_reward_that_its_prompts_cant_be_given_to(re
     args = short_run(tmp_path / "dry", "evaluation.prompts=null", f"rewards=[{__file__}:{reward.__name__}]")
     with pytest.raises(FlowGRPOError, match=sentence):
         dry_run(args)
+
+
+def test_a_reward_needs_columns_only_of_the_sets_that_name_it(tmp_path):
+    with_answer = PromptSet(
+        ["a", "b"], [{"answer": i, "prompt_set": "asked", "rewards": {"needs_answer": None}} for i in range(2)]
+    )
+    plain = PromptSet(["c", "d"], [{"prompt_set": "plain", "rewards": {"brightness": None}}] * 2)
+    args = small.settings(output_dir=str(tmp_path), evaluation={"max_prompts": None})
+    both = join_sets(["asked", "plain"], [with_answer, plain], [1.0, 1.0])
+    held_out = join_sets(["plain"], [plain], [1.0])
+    rewards = [needs_answer, brightness]
+    small.trainer(args, train_dataset=both, eval_dataset=held_out, reward_funcs=rewards)
+    everywhere = PromptSet(["c", "d"], [{}] * 2)
+    with pytest.raises(FlowGRPOError, match="no column answer"):
+        small.trainer(args, train_dataset=both, eval_dataset=everywhere, reward_funcs=rewards)
 
 
 def test_columns_of_other_prompts_do_not_count(tmp_path):
