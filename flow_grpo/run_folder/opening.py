@@ -57,9 +57,7 @@ def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise RetryableError(
-            f"{folder} is in use by {_owner(folder)}: wait until that has ended, end it, or set another folder by output_dir=..."
-        ) from None
+        raise _in_use(folder) from None
     except (OSError, NotImplementedError) as error:
         if isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS:
             raise
@@ -72,6 +70,24 @@ def locked(folder: Path, info: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_free(folder: Path) -> None:
+    """RetryableError if another process holds the lock of a folder. Nothing is written there."""
+    if (folder / LOCK).exists():
+        try:
+            with FileLock(folder / LOCK, timeout=0):
+                pass
+        except Timeout:
+            raise _in_use(folder) from None
+        except (OSError, NotImplementedError):  # there are no locks
+            pass
+
+
+def _in_use(folder: Path) -> RetryableError:
+    return RetryableError(
+        f"{folder} is in use by {_owner(folder)}: wait until that has ended, end it, or set another folder by output_dir=..."
+    )
 
 
 def _owner(folder: Path) -> str:

@@ -31,7 +31,7 @@ from flow_grpo.rewards.calls import check_signature
 from flow_grpo.rewards.images import SOURCE, SOURCES
 from flow_grpo.rewards.scopes import GROUP, IMAGE, scope_of
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
-from flow_grpo.run_folder.opening import check_begun, how_to_resume, is_begun, locked
+from flow_grpo.run_folder.opening import check_begun, check_free, how_to_resume
 from flow_grpo.training.custom_functions import check_custom_functions
 from flow_grpo.training.offline import OfflineExamples, image_size, load_examples
 
@@ -319,11 +319,8 @@ def encoding_of_images(start: Start) -> list[str]:
 def check_output(folder: Path, resume: bool | str | None) -> None:
     """Check that the run folder can be written, and that it holds a run exactly if one is to be resumed; first that none trains there."""
     check_writable(folder)
-    resumes = how_to_resume(folder, resume)[0]
-    if not resumes and is_begun(folder):
-        with locked(folder, lambda message: None):  # raises if another process trains there
-            pass
-    check_begun(folder, resumes)
+    check_free(folder)
+    check_begun(folder, how_to_resume(folder, resume)[0])
 
 
 def check_writable(folder: Path, setting: str = "output_dir") -> None:
