@@ -55,7 +55,7 @@ class FlowGRPOTrainer:
     ) -> None:
         if not isinstance(args, FlowGRPOConfig | None):
             raise FlowGRPOError(
-                f"args is a {type(args).__name__}: give FlowGRPOConfig(...), or FlowGRPOConfig.from_yaml(...)."
+                f"args is of type {type(args).__name__}: give FlowGRPOConfig(...), or FlowGRPOConfig.from_yaml(...)."
             )
         run = build_run(model, reward_funcs, args or FlowGRPOConfig(), train_dataset, eval_dataset)
         self.args, self.policy, self.processes = run.args, run.policy, run.processes

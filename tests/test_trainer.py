@@ -1048,10 +1048,10 @@ def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"args": {"height": 32}}, "args is a dict: give FlowGRPOConfig"),
-        ({"args": "tiny_ocr"}, "args is a str: give FlowGRPOConfig"),
-        ({"reward_funcs": 3}, "reward_funcs has a int: give names, functions or classes"),
-        ({"reward_funcs": [bright, None]}, "reward_funcs has a NoneType"),
+        ({"args": {"height": 32}}, "args is of type dict: give FlowGRPOConfig"),
+        ({"args": "tiny_ocr"}, "args is of type str: give FlowGRPOConfig"),
+        ({"reward_funcs": 3}, "reward_funcs has an object of type int: give names, functions or classes"),
+        ({"reward_funcs": [bright, None]}, "reward_funcs has an object of type NoneType"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
     ],
 )

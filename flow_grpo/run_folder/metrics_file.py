@@ -19,6 +19,7 @@ from flow_grpo.run_folder.layout import METRICS, TORN
 TEXT_FIELDS = ("warning", "fallen")  # all other values are numbers
 NO_SIGNAL = "reward_std"  # the metric that has fallen, to 0, where all images of each prompt got the same reward
 NO_GRADIENT = "reward_gradient"  # the same, where the gradient of the rewards was 0
+SHARE = "advantage/share/"  # metrics that begin so: the share of a reward, or of one in a prompt set
 MAX_STEP = 10**12  # no run is longer
 LARGE = 1e100  # larger values count as infinite, so that sums and squares of metrics don't overflow
 

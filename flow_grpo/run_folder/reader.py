@@ -13,7 +13,7 @@ from flow_grpo.config.loading import parse_yaml, read_text
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import inside
 from flow_grpo.run_folder import layout
-from flow_grpo.run_folder.metrics_file import NO_GRADIENT, NO_SIGNAL, bounded, logged_best_step, read_metrics
+from flow_grpo.run_folder.metrics_file import NO_GRADIENT, NO_SIGNAL, SHARE, bounded, logged_best_step, read_metrics
 
 REWARD_MEAN = re.compile(r"rewards/(.+)/mean")  # the metric of a reward in training
 SET_REWARD = "reward/"  # the reward of one prompt set: reward/SET, held out eval/reward/SET
@@ -177,6 +177,14 @@ class RunReader:
         if not found or None in found:
             return None
         return f"in every step {' or '.join(causes[metric] for metric in dict.fromkeys(found) if metric)}"
+
+    @property
+    def without_effect(self) -> list[str]:
+        """The rewards that gave all images of each prompt the same value in every training step, if another one did not."""
+        shares = [{key: value for key, value in row.items() if key.startswith(SHARE)} for row in self.step_rows]
+        names = dict.fromkeys(key for row in shares for key in row)
+        constant = [name for name in names if not any(row.get(name) for row in shares)]
+        return [name.removeprefix(SHARE) for name in constant] if len(constant) < len(names) else []
 
     @property
     def num_steps(self) -> int:

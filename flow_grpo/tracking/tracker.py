@@ -243,6 +243,9 @@ class Tracker:
             )
         if reason := run.nothing_learned:
             self.info(f"warning: nothing was learned: {reason}.")
+        elif constant := run.without_effect:
+            same = "gave all images of each prompt the same value in every step, and had no effect"
+            self.info(f"warning: {' and '.join(constant)} {same}.")
         for line in weights_lines(run, trained):
             self.info(line)
         if (self.folder / layout.BEFORE_AFTER).exists():
@@ -298,10 +301,8 @@ def weights_lines(run: RunReader, trained: Path) -> list[str]:
     kind = "transformer" if trained.is_dir() else "LoRA"
     last = run.evaluation_rows[-1]["step"] if run.evaluation_rows else None
     lines = [f"{kind}: {trained}{_scores(run, last, [run.main_metric])}"]
-    best, measured = (
-        run.folder / layout.BEST,
-        {row["step"] for row in run.evaluation_rows if not math.isnan(row["eval/reward"])},
-    )
+    best = run.folder / layout.BEST
+    measured = {row["step"] for row in run.evaluation_rows if not math.isnan(row["eval/reward"])}
     if run.best_step in measured - {last} and best.is_dir():
         untrained = [n for n in run.score_names if n not in ("reward", *run.trained)]
         scores = _scores(run, run.best_step, untrained or [run.main_metric], ", not trained on" if untrained else "")

@@ -15,6 +15,7 @@ from flow_grpo.data.prompts import rows_by_set
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
+from flow_grpo.run_folder.metrics_file import SHARE
 from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.types import Experience, GradientStates, PromptBatch, Scores, Trajectory
 
@@ -144,26 +145,22 @@ def contribution_metrics(
     share, correlation = advantages.shares(by_reward, weights, group, method)
     pairs, prefix = [(i, j) for i in range(len(names)) for j in range(i)], f"{prompt_set}/" if prompt_set else ""
     return {
-        **{f"advantage/share/{prefix}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
+        **{f"{SHARE}{prefix}{name}": value for name, value in zip(names, share.tolist(), strict=True)},
         **{f"advantage/correlation/{prefix}{names[j]}/{names[i]}": correlation[i, j].item() for i, j in pairs},
     }
 
 
 def logged_shares(metrics: dict[str, float]) -> dict[str, float]:
     """The share of each reward, as NAME or SET/NAME, in the metrics of `contribution_metrics`."""
-    prefix = "advantage/share/"
-    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {name.removeprefix(SHARE): value for name, value in metrics.items() if name.startswith(SHARE)}
 
 
 def explain_small_share(share: dict[str, float], method: str | Callable[..., Tensor]) -> str | None:
-    """Advice on the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`, or if none has any spread.
+    """Advice on the reward with the smallest share of the advantage. None if each has `MIN_REWARD_SHARE`.
 
-    A share of exactly 0 is that of a reward without any spread within groups, which no weight changes.
+    A share of exactly 0 is that of a reward without any spread in these groups, as of a penalty for what is rare: it may have some later.
     """
     with_spread = {name: value for name, value in share.items() if value != 0}
-    without = [name for name in share if name not in with_spread]
-    if with_spread and without:
-        return f"{' and '.join(without)} has no effect, since it gives all images of a prompt the same value: return finer values."
     if not with_spread or min(with_spread.values()) >= MIN_REWARD_SHARE:
         return None
     smallest = min(with_spread, key=lambda name: with_spread[name])

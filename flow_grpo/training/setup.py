@@ -99,7 +99,7 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
         return {name: (name, setting) for name, setting in args.rewards.items()}
     functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     if wrong := next((type(item).__name__ for item in functions if not (callable(item) or isinstance(item, str))), None):
-        raise FlowGRPOError(f"reward_funcs has a {wrong}: give names, functions or classes.")
+        raise FlowGRPOError(f"reward_funcs has an object of type {wrong}: give names, functions or classes.")
     if not functions:
         raise FlowGRPOError(
             "reward_funcs is empty: give a name, a function or a class, or None for the rewards of the config."
