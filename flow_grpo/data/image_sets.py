@@ -374,6 +374,9 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
     texts, metadata = [prompt_set.prompts[i] for i in indices], [prompt_set.metadata[i] for i in indices]
     is_single = layout.rows == layout.columns == 1
     note = f"one image of {layout.width} x {layout.height} pixels" if is_single else str(layout)
+    if empty := max(0, len(indices) - layout.filled):
+        verb = "has" if empty == 1 else "have"
+        note += f"; the last {counted(empty, 'image')} of the {len(indices)} {verb} the colour of the gutters alone"
     labels = _labels(file.name, len(indices))
     return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=f"{file.name}: {note}")
 

@@ -93,6 +93,9 @@ def test_a_foreign_grid_is_cut_where_its_images_are_and_that_is_reported(foreign
     file, images = foreign
     image_set = image_sets.read(file, named(*"abcde"))
     assert (image_set.prompts, image_set.columns()) == (list("abcde"), {"tag": list("ABCDE")})
+    assert "alone" not in image_set.note
+    with_empty = image_sets.read(file, named(*"abcdef"))
+    assert with_empty.note.endswith("; the last 1 image of the 6 has the colour of the gutters alone")
     assert (image_set.images() - images).abs().max() <= 1.01 / 255
     assert image_set.note.startswith("sheet.png: 2 rows x 3 columns of images with 24 x 16 pixels, margins of 3 left")
     for prompts, expected in (("a fox", ["a fox"] * 5), (named("one"), ["one"] * 5), (named("a", "b"), list("aaabb"))):
