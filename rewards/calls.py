@@ -216,7 +216,7 @@ def _call(name: str, reward: Any, batch: RewardInputs, graph: bool = False) -> T
 
 def _hint(error: UserCodeError, keywords: dict[str, Any]) -> str:
     """What is often the cause of such an error of a reward; "" if nothing is known."""
-    text = str(error.__cause__)
+    text = str(error)  # the cause's own text may fail
     if isinstance(error.__cause__, AttributeError) and "'Tensor' object" in text:
         return "images are a tensor: decorate it with flow_grpo.rewards.takes_pil if it takes PIL images"
     if isinstance(error.__cause__, RuntimeError) and "on Tensor that requires grad" in text:

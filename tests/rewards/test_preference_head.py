@@ -173,7 +173,7 @@ def test_settings_and_files_that_cannot_be_are_refused(folder, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match="no prompts"):
         fit(tmp_path / "empty.jsonl", tmp_path)
-    with pytest.raises(ValueError, match="no prompt file"):
+    with pytest.raises(ValueError, match="there is no file"):
         fit(tmp_path / "gone.jsonl", tmp_path)
     with pytest.raises(ValueError, match="weight_decay above 0"):
         fit(folder / "votes.jsonl", tmp_path, weight_decay=0)
