@@ -520,6 +520,9 @@ def test_a_run_says_that_nothing_was_learned_where_the_gradient_is_0(tmp_path, n
     assert warning["step"] == 1
     assert warning["warning"].startswith("in step 1 the gradient of the rewards was 0, so nothing was learned.")
     assert headline(run).endswith("but nothing was learned: in every step the gradient of the rewards was 0.")
+    both = trainer(name, [steep, redness])
+    assert "frac_gradient_zero" not in both.training_step(), "one of the rewards has a gradient"
+    assert both.stage.has_advantage
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------
