@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError, RetryableError
+from flow_grpo.rewards.calls import RewardInputs
 from flow_grpo.rewards.images import SOURCE, SOURCES, has_sources, to_pil, to_png
 from flow_grpo.rewards.scopes import IMAGE, Frames, check_sendable, checked_frames, rows_by_group
 from flow_grpo.rewards.serving.retry import (
@@ -76,27 +77,6 @@ class _Server:
     seconds: float = math.inf
     answered: float = -math.inf
     probe: asyncio.Task | None = None
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """The inputs of a call, of which each request has some rows."""
-
-    images: Tensor
-    prompts: list[str]
-    metadata: dict[str, list]
-    group: list[int] | None
-
-    @property
-    def sources(self) -> list | None:
-        """The images of each prompt; None if no prompt has any."""
-        return self.metadata[SOURCES] if has_sources(self.metadata) else None
-
-    @property
-    def columns(self) -> dict[str, list]:
-        """The metadata without the images of prompts."""
-        hidden = () if self.sources is None else (SOURCE, SOURCES)
-        return {name: column for name, column in self.metadata.items() if name not in hidden}
 
 
 class Remote:
@@ -217,14 +197,14 @@ class Remote:
         group: list[int] | None = None,
     ) -> Tensor:
         """Values (B,) of rows in chunks, each of which is one request. FlowGRPOError as in a call."""
-        inputs, number = _Inputs(images, prompts, metadata, group), next(self._calls)
+        inputs, number = RewardInputs(images, prompts, metadata, group=group), next(self._calls)
         values = torch.empty(len(prompts))
         scored = await gather([self._score_chunk(inputs, rows, number + i) for i, rows in enumerate(chunks)])
         for rows, part in zip(chunks, scored, strict=True):
             values[rows] = part
         return values
 
-    async def _score_chunk(self, inputs: _Inputs, rows: list[int], number: int) -> Tensor:
+    async def _score_chunk(self, inputs: RewardInputs, rows: list[int], number: int) -> Tensor:
         """The values of a chunk by the server that is free first, or by the others if that fails. The number says which is asked first."""
         start = number % len(self.servers)
         order, failures = self.servers[start:] + self.servers[:start], dict[_Server, list[NoResponse]]()
@@ -249,23 +229,24 @@ class Remote:
                 server.running -= 1
                 self._freed.set()
 
-    def _request(self, inputs: _Inputs, rows: list[int], server: _Server) -> dict[str, Any]:
+    def _request(self, inputs: RewardInputs, rows: list[int], server: _Server) -> dict[str, Any]:
         """The JSON of a request for these rows: what the server's reward reads."""
         assert server.stated
-        read = server.stated.columns
-        if inputs.sources is not None and self.encoding == "float" and not server.stated.source_tensors:
+        read, sources = server.stated.columns, inputs.metadata[SOURCES] if has_sources(inputs.metadata) else None
+        if sources is not None and self.encoding == "float" and not server.stated.source_tensors:
             raise FlowGRPOError(
                 f"{server.url} runs an earlier flow-grpo, which can't receive the images of prompts: update it there."
             )
-        columns = inputs.columns
+        hidden = () if sources is None else (SOURCE, SOURCES)
+        columns = {name: column for name, column in inputs.metadata.items() if name not in hidden}
         sent = self._sendable(columns) if read is None else {k: v for k, v in columns.items() if k in read}
         request: dict[str, Any] = {
             "reward": self.reward,
             "prompts": [inputs.prompts[i] for i in rows],
             "metadata": {name: [column[i] for i in rows] for name, column in sent.items()},
         }
-        if inputs.sources is not None and (read is None or {SOURCE, SOURCES} & set(read)):
-            request["sources"] = pack_sources([inputs.sources[i] for i in rows])
+        if sources is not None and (read is None or {SOURCE, SOURCES} & set(read)):
+            request["sources"] = pack_sources([sources[i] for i in rows])
         if inputs.group is not None:
             request["group"] = [inputs.group[i] for i in rows]
         return request
