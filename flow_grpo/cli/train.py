@@ -101,9 +101,13 @@ def _together() -> Iterator[None]:
 @without_library_messages
 def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool | str | None) -> None:
     from flow_grpo.doctor.dry_run import dry_run
+    from flow_grpo.training.start_checks import check_output
 
-    for line in dry_run(args, num_processes, resume):
+    for line in dry_run(args, num_processes):
         say(line)
+    check_output(
+        Path(args.output_dir), resume
+    )  # last: a run of the same settings is often there, and would hide every other error
 
 
 @without_library_messages

@@ -23,7 +23,6 @@ from flow_grpo.progress import phase
 from flow_grpo.rewards.downloads import hub_is_reachable, is_missing_download, offline_mode
 from flow_grpo.rewards.gradients import NoGradient
 from flow_grpo.rewards.scopes import ALL, frames_of
-from flow_grpo.run_folder.opening import check_begun, how_to_resume
 from flow_grpo.text import step_time
 from flow_grpo.training.setup import COSTLY, HUMAN, load_reward, reason_not_to_call
 from flow_grpo.training.start_checks import Start, check_writable, make_checks, prompts_with, sentences
@@ -60,19 +59,19 @@ class DryRunReport:
         return [*lines, "The settings go together, as far as they could be checked; nothing was trained."]
 
 
-def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool | str | None = None) -> list[str]:
+def dry_run(args: FlowGRPOConfig, num_processes: int = 1) -> list[str]:
     """Check everything that a run of `num_processes` processes starts with, as far as it needs no weights of the model.
 
-    It downloads nothing but prompts and the model's configs.
+    It downloads nothing but prompts and the model's configs. Whether the run folder holds a run already is not checked.
 
     Returns:
         Lines for the user: what was checked, what a step costs, warnings.
 
     Raises:
-        FlowGRPOError: the run would fail, with the same sentence. A folder that holds a run already is a warning.
+        FlowGRPOError: the run would fail, with the same sentence.
     """
-    report, folder = DryRunReport(["settings"]), Path(args.output_dir)
-    check_writable(folder)
+    report = DryRunReport(["settings"])
+    check_writable(Path(args.output_dir))
     start = Start(args, num_processes, source=args.prompts if isinstance(args.prompts, str) else None)
     report.found |= make_checks("settings", start)
     prompts, held_out = _check_prompts(start, report)
@@ -82,18 +81,7 @@ def dry_run(args: FlowGRPOConfig, num_processes: int = 1, resume: bool | str | N
     report.notes += [f"warning: {sentence}" for sentence in sentences(report.found)]
     if estimator is not None:  # after what may fail, as it takes seconds
         report.notes += cost_lines(estimator, args, num_processes, len(held_out or []))
-    _check_begun(folder, resume, report)
     return report.lines()
-
-
-def _check_begun(folder: Path, resume: bool | str | None, report: DryRunReport) -> None:
-    """Last, since a run of the same settings is often there, and its folder would hide every other error."""
-    try:
-        check_begun(folder, how_to_resume(folder, resume)[0])
-    except ValueError as error:
-        report.notes.append(f"warning: a run would be refused: {error}")
-    else:
-        report.checked.append(f"the run folder {folder}")
 
 
 def _check_prompts(start: Start, report: DryRunReport) -> tuple[PromptSet | None, PromptSet | None]:

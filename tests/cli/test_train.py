@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from support.cli_process import run, run_anew
 
 
@@ -29,6 +30,15 @@ def test_dry_run_says_in_a_few_lines_what_it_checked_and_trains_nothing(trained)
     phases = re.compile(r".*: \d+ s")  # what it is doing, printed where the machine is slow
     assert len([line for line in output.splitlines() if not phases.fullmatch(line)]) < 6
     assert not (trained / "runs" / "dry").exists()
+
+
+@pytest.mark.parametrize("words", [["output_dir=runs/short"], ["output_dir=runs/none", "--resume"]])
+def test_a_dry_run_ends_as_the_run_where_the_run_folder_does_not_fit(trained, words):
+    run_says = run("train", "short.yaml", *words, cwd=trained, code=2).splitlines()[-1]
+    assert run_says.startswith("error: runs/")
+    checked = run("train", "short.yaml", *words, "--dry-run", cwd=trained, code=2)
+    assert checked.splitlines()[-1] == run_says
+    assert "nothing was trained" in checked
 
 
 def test_the_first_word_is_a_config_or_a_setting(tmp_path):
