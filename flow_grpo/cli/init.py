@@ -27,6 +27,7 @@ def init(
     """
     from flow_grpo import rewards
     from flow_grpo.config import FlowGRPOConfig
+    from flow_grpo.config.loading import TRAINING_PROMPTS
     from flow_grpo.config.template import template
 
     if file.exists() and not force:
@@ -34,6 +35,11 @@ def init(
     options_of = parse_rewards(reward or ["ocr"])
     for name, options in options_of.items():
         rewards.check_options(name, **options)
+    if model not in TRAINING_PROMPTS:  # a bundled one
+        from flow_grpo.policy import hub  # here: importing diffusers takes seconds
+
+        if not hub.looks_like_hub_id(model):  # that is asked for when it is loaded
+            hub.resolve_model(model)
     write_atomic(file, template(model, options_of))
     FlowGRPOConfig.from_yaml(file)
     say(f"config: {file}; train it by: flow-grpo train {file}")

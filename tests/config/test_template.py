@@ -64,6 +64,14 @@ def test_init_refuses_to_overwrite_and_names_a_reward_that_is_not_there(tmp_path
     run("init", "a.yaml", "--force", cwd=tmp_path)
 
 
+@pytest.mark.parametrize("model", ["nope", "./u/nope", "a/b/c", "."])
+def test_init_names_a_model_that_is_neither_a_folder_nor_a_hub_id(tmp_path, model):
+    output = run("init", "a.yaml", "--model", model, cwd=tmp_path, code=2)
+    assert f"there is no model folder {model};" in output or f"the folder {model} has no model_index.json" in output
+    assert not (tmp_path / "a.yaml").exists()
+    run("init", "a.yaml", "--model", "owner/model", cwd=tmp_path)
+
+
 def test_init_writes_the_options_of_rewards_and_names_those_that_are_missing(tmp_path):
     options = {"url": "http://127.0.0.1:9/v1", "model": "a/b"}
     words = ["--reward", f"judge={{url: '{options['url']}', model: a/b}}", "--reward", "jpeg_size"]
