@@ -325,9 +325,11 @@ def as_values(name: str, returned: Any, count: int, kind: str) -> Tensor:
     if isinstance(returned, list | tuple) and any(isinstance(value, str) for value in returned):
         raise FlowGRPOError(f"reward {name} returned a {type(returned).__name__} of str {must}: return numbers.")
     try:
-        if isinstance(returned, Tensor | np.ndarray) and torch.as_tensor(returned).is_complex():
+        is_of_objects = isinstance(returned, np.ndarray) and returned.dtype == object  # such as Decimal
+        numbers = returned.tolist() if is_of_objects else returned
+        if isinstance(numbers, Tensor | np.ndarray) and torch.as_tensor(numbers).is_complex():
             raise TypeError("they are complex; return their abs() or real")
-        values = torch.as_tensor(returned, dtype=torch.float64)
+        values = torch.as_tensor(numbers, dtype=torch.float64)
         values = values if values.layout is torch.strided else values.to_dense()
     except Exception as error:  # the object's own conversion may raise anything
         what, reason = f"a {type(returned).__name__} that can't be read as numbers", " ".join(str(error).split()).rstrip(".")

@@ -4,6 +4,8 @@ import asyncio
 import gc
 import re
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -70,6 +72,9 @@ ACCEPTED = {
     "(a generator, details)": lambda images, prompts: ((float(image.mean()) for image in images), {}),
     "a reversed array": lambda images, prompts: np.array(means(images)[::-1])[::-1],
     "a column of a data frame": lambda images, prompts: Column(means(images)),
+    "fractions": lambda images, prompts: [Fraction(value) for value in means(images)],
+    "an array of decimals": lambda images, prompts: np.array([Decimal(value) for value in means(images)]),
+    "a column of decimals": lambda images, prompts: Column([Decimal(value) for value in means(images)]),
     "a sparse tensor": lambda images, prompts: images.mean((1, 2, 3)).to_sparse(),
     "bfloat16": lambda images, prompts: images.mean((1, 2, 3)).bfloat16(),
     "0-d tensors": lambda images, prompts: [image.mean() for image in images],
@@ -211,6 +216,8 @@ REFUSED = {
     "texts as an array": (lambda i, p: np.array(["a", "b"]), "returned a ndarray that can't be read as numbers"),
     "a list with a dict": (lambda i, p: [1.0, {}], "returned a list that can't be read as numbers for 2 images"),
     "a ragged list": (lambda i, p: [[1.0], [1.0, 2.0]], "returned a list that can't be read as numbers for 2 images"),
+    "one decimal": (lambda i, p: Decimal(1), "returned shape () for 2 images; it must return one number each: it is called once"),
+    "an array with None": (lambda i, p: np.array([1.0, None]), "returned a ndarray that can't be read as numbers"),
     "an object": (lambda i, p: object(), "returned a object that can't be read as numbers"),
     "large numbers": (lambda i, p: [1.0, -3e38], "returned -3e+38, and values beyond 1e+15 can't be compared in float32: scale them."),
     "larger numbers": (lambda i, p: [1.0, 1e300], "returned 1e+300, and values beyond"),
