@@ -32,6 +32,7 @@ HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 # without a host as 0.4 wrote it
 PARTIAL = re.compile(r"\.(?P<stem>.+)\.(?:(?P<host>[0-9a-f]{6})-)?(?P<pid>\d+)\.partial(?P<suffix>\.\w+)?")
 OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
+MAX_NAME, MAX_SUFFIX = 255, 32  # bytes of a file's name, and of one of its ends that says what a file is
 MAX_JSON = 64 << 20  # bytes of a JSON file that we have written
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
@@ -246,7 +247,7 @@ def seal_safetensors(file: Path) -> None:
     The safetensors library writes files with mode 0600 and with their metadata in random order. A checksum is written where the header
     has `UNKNOWN_HASH` in its place: `CHECKSUM` is of the whole file, with `UNKNOWN_HASH` in its own place; `DATA_HASH` of the tensors.
     """
-    probe = file.with_name(f".{file.name}.mode")
+    probe = _hidden(file, file.name, "mode")
     probe.touch()
     file.chmod(stat.S_IMODE(probe.stat().st_mode))
     probe.unlink()
@@ -312,7 +313,7 @@ def write_errors(path: Path, codes: set[int] | None = None) -> Iterator[None]:
         if not is_systems or (codes is not None and code not in codes):
             raise
         stated = os.strerror(code) if code else str(error)
-        link = next((one for one in (path, *path.parents) if one.is_symlink() and not one.exists()), None)
+        link = next((one for one in (path, *path.parents) if os.path.islink(one) and not os.path.exists(one)), None)
         reason = f"{stated[:1].lower()}{stated[1:]}"
         if link is not None:
             reason = f"{link} is a link to {os.readlink(link)}, which does not exist"
@@ -360,8 +361,18 @@ def _sync_all(folder: Path) -> None:
 
 def _partial(target: Path, is_folder: bool = False) -> Path:
     """The temporary file or folder of this process for a target."""
-    stem, suffix = (target.name, "") if is_folder else (target.stem, target.suffix)
-    return target.with_name(f".{stem}.{HOST}-{os.getpid()}.partial{suffix}")
+    keeps_suffix = not is_folder and len(target.suffix) < MAX_SUFFIX
+    stem, suffix = (target.stem, target.suffix) if keeps_suffix else (target.name, "")
+    return _hidden(target, stem, f"{HOST}-{os.getpid()}.partial{suffix}")
+
+
+def _hidden(target: Path, name: str, ending: str) -> Path:
+    """`.NAME.ENDING` beside a target. A name that file systems would refuse as too long is cut, and gets a checksum."""
+    content, room = os.fsencode(name), MAX_NAME - len(os.fsencode(ending)) - 2
+    if len(content) > room:
+        digest = hashlib.sha256(content).hexdigest()[:8]
+        name = f"{content[: room - 9].decode(errors='ignore')}~{digest}"
+    return target.with_name(f".{name}.{ending}")
 
 
 def _final(path: Path) -> Path:
@@ -377,7 +388,7 @@ def _complete(folder: Path, name: str) -> Path:
 
 
 def _former(target: Path) -> Path:
-    return target.with_name(f".{target.name}.former")
+    return _hidden(target, target.name, "former")
 
 
 def _bring_back(target: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import WriteError, inside, write_atomic
+from flow_grpo.files import WriteError, atomic_folder, inside, write_atomic
 
 
 @pytest.fixture
@@ -61,3 +61,23 @@ def test_a_link_to_nothing_is_named_by_what_it_leads_to(tmp_path):
         WriteError, match=r"config\.yaml could not be written: .*run is a link to gone, which does not exist"
     ):
         write_atomic(tmp_path / "run" / "config.yaml", "x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a" * 255, f"{'b' * 250}.yaml", f"{'字' * 83}.json", f"c.{'d' * 253}"],
+    ids=["no suffix", "a suffix", "three bytes a letter", "a long suffix"],
+)
+def test_names_up_to_the_file_systems_limit_can_be_written(tmp_path, name):
+    for content in ("first", "second"):
+        write_atomic(tmp_path / name, content)
+        with atomic_folder(tmp_path / "folders" / name) as folder:
+            (folder / "file").write_text(content)
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]
+    assert (tmp_path / name).read_text() == (tmp_path / "folders" / name / "file").read_text() == "second"
+    assert [path.name for path in (tmp_path / "folders").iterdir()] == [name]
+
+
+def test_a_name_beyond_the_limit_is_a_sentence(tmp_path):
+    with pytest.raises(WriteError, match=r"could not be written: file name too long\."):
+        write_atomic(tmp_path / ("a" * 256), "x")
