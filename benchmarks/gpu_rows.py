@@ -6,6 +6,7 @@ SIZE = {False: ["height=512", "width=512"], True: ["height=32", "width=32"]}  # 
 ALWAYS = [
     "pipeline_kwargs={max_sequence_length: 128}", "dtype=bf16", "prompts=prompts/ocr_train.txt", "evaluation.prompts=null",
     "trackers=[]", "prompts_per_step=2", "images_per_prompt=12", "microbatch=12", "lora={rank: 32, alpha: 64}",
+    "memory.compile=false",
 ]  # fmt: skip
 SMALL = ["prompts_per_step=1", "images_per_prompt=2", "microbatch=2", "pipeline_kwargs={max_sequence_length: 16}"]
 GRPO = [
@@ -217,13 +218,14 @@ def _gradient_rows() -> dict[str, Row]:
 
 
 def _compile_rows() -> dict[str, Row]:
-    """A run that compiles, and another process with its cache."""
+    """A run that compiles, another process with its cache, and a long run that decides by itself."""
     rows = {}
     for name, base in (("grpo", GRPO), ("awm", AWM)):
         first = f"{name}, empty cache"
         rows[f"{name}, not compiled"] = Row(base)
         rows[first] = Row([*base, COMPILED], seconds=180, cache=first)
         rows[f"{name}, the same cache"] = Row([*base, COMPILED], seconds=180, cache=first)
+        rows[f"{name}, auto"] = Row([*base, "memory.compile=auto", "steps=100000"], seconds=180, cache=first)
     return rows
 
 

@@ -13,13 +13,14 @@ from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.data.prompts import Prompts
 from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.evaluator import Evaluator
+from flow_grpo.policy.devices import keep_compile_seconds
 from flow_grpo.report import page
 from flow_grpo.rewards.threads import background
 from flow_grpo.run_folder import layout, opening
 from flow_grpo.tracking.tracker import Tracker
 from flow_grpo.training.callbacks import CallbackList
 from flow_grpo.training.group_advantages import experience_of
-from flow_grpo.training.setup import build_run, run_headline
+from flow_grpo.training.setup import build_run
 from flow_grpo.training.signals import handle_signals
 from flow_grpo.training.start_checks import sentences
 from flow_grpo.training.state import RunState, Stage
@@ -61,7 +62,7 @@ class FlowGRPOTrainer:
         self.args, self.policy, self.processes = run.args, run.policy, run.processes
         self.train_set, self.eval_set, self.prompt_sampler = run.train_set, run.eval_set, run.prompt_sampler
         self.rewards, self.eval_rewards = run.rewards, run.eval_rewards
-        self.start_checks = run.start_checks
+        self.start_checks, self.headline = run.start_checks, run.headline
         self.callbacks = CallbackList(callbacks, self.args, self.policy, self.processes, self.eval_set is not None)
         self.folder = Path(self.args.output_dir)
         self.state = RunState(run.args, run.policy, run.prompt_sampler, run.rewards, run.processes, inputs=run.inputs)
@@ -113,15 +114,18 @@ class FlowGRPOTrainer:
 
     def _loop(self, tracker: Tracker) -> None:
         self._evaluate(tracker)
-        first = self.step + 1
+        times: list[float] = []
         while self.step < self.args.steps:
             if self.processes.any_process(self.processes.stop_requested):
                 raise Interrupted
             self.callbacks.call("on_step_begin")
             metrics = self.training_step()
             tracker.log(self.step, metrics)
-            if self.step == first:
-                tracker.say_run_time(self.args, self.step, metrics["time/step"])
+            times.append(metrics["time/step"])
+            if len(times) == 1 + self.policy.compiled:  # the first step that does not compile
+                tracker.say_run_time(self.args, self.step, times)
+                if self.policy.compiled and self.processes.is_main:
+                    keep_compile_seconds(self.args.model, self.policy.device, times[0] - times[1])
             self.callbacks.call("on_step_end")
             requested = self.callbacks.requested()
             self.state.report_warnings(tracker.warn)
@@ -228,7 +232,7 @@ class FlowGRPOTrainer:
     def _start(self, tracker: Tracker) -> None:
         self.evaluator.start_recording()
         tracker.open_services(self.args)
-        tracker.info(run_headline(self.args, self.policy))
+        tracker.info(self.headline)
         for note in dict.fromkeys([*self.train_set.notes, *(self.eval_set.notes if self.eval_set else ())]):
             tracker.info(note)
         for sentence in sentences(self.start_checks):

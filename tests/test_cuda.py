@@ -77,6 +77,16 @@ def test_the_ratio_is_exactly_1(flux, tmp_path, dtype, memory):
         assert "grad_norm" in metrics or dtype == "fp16", "fp16 may pass over a step whose gradients overflowed"
 
 
+def test_a_long_run_is_compiled_by_itself_with_a_ratio_of_exactly_1(flux, tmp_path):
+    short, long = (
+        FlowGRPOTrainer(args=short_run(tmp_path / steps, *flux, "dtype=bf16", f"steps={steps}"))
+        for steps in ("2", "10000000")
+    )
+    assert (short.policy.compiled, long.policy.compiled) == (False, True)
+    for _ in range(2):
+        assert long.training_step()["ratio/first_update_max_deviation"] == 0
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_gradients_in_16_bits_are_those_of_plain_matrix_products(flux, tmp_path, dtype):
     """With cuDNN's attention, torch's own choice on Hopper, they were NaN in bf16 and wrong in fp16."""

@@ -116,13 +116,13 @@ def check_memory(args: RunSettings) -> None:
     if memory.offload is not None:
         conflicts["memory.offload=groups"] = {
             "lora=null": args.lora is None,
-            "memory.compile": memory.compile,
+            "memory.compile": memory.compile is True,
             f"memory.shard={memory.shard}": memory.shard is not None,
             f"memory.quantize={memory.quantize}": memory.quantize not in (None, "fp8_layerwise"),
         }
     if memory.quantize == "fp8_layerwise":
         conflicts["memory.quantize=fp8_layerwise"] = {
-            "memory.compile, which can't trace the casts": memory.compile,
+            "memory.compile, which can't trace the casts": memory.compile is True,
             f"memory.shard={memory.shard}, which casts the weights itself": memory.shard is not None,
         }
     for setting, others in conflicts.items():

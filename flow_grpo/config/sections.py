@@ -301,8 +301,9 @@ class MemoryConfig(ConfigSection):
     shard: Literal["fsdp2", "hsdp"] | None = None
     """Shards of the weights under a LoRA, or all weights in full fine-tuning: `fsdp2` or true, over all processes; `hsdp`, over those of
     each machine, which then has all weights, so that machines exchange gradients only (hybrid sharding)."""
-    compile: bool = False
-    """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile of the transformer's repeated blocks: on a GPU minutes of the first step, and again for each size of a batch. `auto`:
+    on CUDA, if the run is long enough to save that time, and without `quantize`, `offload` and `shard`."""
     offload_trajectories: bool = False
     """Whether the recorded states of trained steps wait for the update in the CPU's memory, in place of the GPU's."""
     vae_slicing: bool | Literal["tiles"] = False

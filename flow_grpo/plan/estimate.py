@@ -226,7 +226,7 @@ class StepEstimator:
     def _share_of_a_graph(self) -> float:
         """The bytes of a graph over those that the trace counts."""
         memory = self.args.memory
-        return COMPILED_SHARE if memory.compile and self.cuda and not memory.gradient_checkpointing else 1.0
+        return COMPILED_SHARE if memory.compile is True and self.cuda and not memory.gradient_checkpointing else 1.0
 
     @property
     def _offloaded(self) -> tuple[float, float]:

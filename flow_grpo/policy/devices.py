@@ -23,6 +23,7 @@ FASTER = 1.2  # smallest factor by which bf16 is faster than fp32 on a CPU where
 CACHE = Path("~/.cache/flow-grpo/device_speed.json")
 ROUNDS = 5
 SLOW = 0.3  # seconds of a large matrix product on a CPU that has no units for its dtype
+COMPILE_SECONDS = 120.0  # of compiling a transformer's blocks until it is measured: about that of SD3.5 Medium on an H200
 
 
 def machine_memory() -> int:
@@ -107,12 +108,12 @@ def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
     # earlier versions did not wait for GPUs other than the first: the word leaves out what they kept
     how = ", synchronized" if device.type == "cuda" else f" with {torch.get_num_threads()} threads"
     key = f"{device_name(device)}{how}, {str(dtype).removeprefix('torch.')}, torch {torch.__version__}"
-    speed = known = _read_cache().get(key, 0.0)
+    speed = known = _read_cache(CACHE).get(key, 0.0)
     # `randn` must not move the run's random numbers
     with torch.random.fork_rng([device] if device.type == "cuda" else []), suppress(torch.OutOfMemoryError):
         speed = max(known, matmul_speed(device, dtype, 0.2))
     if speed > known:
-        _add_to_cache(key, speed)
+        _add_to_cache(CACHE, key, speed)
     return speed
 
 
@@ -126,11 +127,37 @@ def bf16_speedup() -> float:
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return 0.0  # without the instructions, a layer would take a hundred times as long
     key = f"{device_name(torch.device('cpu'))}, bfloat16 to float32, torch {torch.__version__}"
-    known = _read_cache()
+    known = _read_cache(CACHE)
     if key not in known:
         known[key] = _measure_bf16_speedup()
-        _add_to_cache(key, known[key])
+        _add_to_cache(CACHE, key, known[key])
     return known[key]
+
+
+def compile_error(device: torch.device) -> str | None:
+    """Why torch.compile does not work on this device, such as a missing C compiler; None if it works. It takes seconds."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.zeros(8, device=device))
+    except Exception as error:  # each part of the compiler has its own
+        return first_line(error)
+    return None
+
+
+def compile_seconds(model: str, device: torch.device) -> float:
+    """Seconds that compiling the blocks of a model took last on this device, or `COMPILE_SECONDS`."""
+    return _read_cache(_compile_cache()).get(f"{model}, {device_name(device)}, torch {torch.__version__}", COMPILE_SECONDS)
+
+
+def keep_compile_seconds(model: str, device: torch.device, seconds: float) -> None:
+    """Keep what `compile_seconds` returns from now on."""
+    _add_to_cache(_compile_cache(), f"{model}, {device_name(device)}, torch {torch.__version__}", max(seconds, 0.0))
+
+
+def _compile_cache() -> Path:
+    """In the folder where torch keeps the kernels: without them the seconds would be others."""
+    from torch._inductor.codecache import cache_dir  # imports the compiler
+
+    return Path(cache_dir()) / "flow_grpo_seconds.json"
 
 
 def _measure_bf16_speedup() -> float:
@@ -156,15 +183,15 @@ def _layer(dtype: torch.dtype) -> Callable[[], None]:
     return work
 
 
-def _read_cache() -> dict[str, float]:
+def _read_cache(file: Path) -> dict[str, float]:
     """Measurements of this machine's runs."""
     try:
-        content = json.loads(expanded(CACHE).read_text(encoding="utf-8"))
+        content = json.loads(expanded(file).read_text(encoding="utf-8"))
         return {str(name): float(number) for name, number in content.items()}
     except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is measured again
         return {}
 
 
-def _add_to_cache(key: str, number: float) -> None:
+def _add_to_cache(file: Path, key: str, number: float) -> None:
     with suppress(OSError, FlowGRPOError):  # a home folder that can't be written, or none
-        write_atomic(expanded(CACHE), json.dumps({**_read_cache(), key: number}, indent=1))
+        write_atomic(expanded(file), json.dumps({**_read_cache(file), key: number}, indent=1))

@@ -202,8 +202,14 @@ class Policy(FlowPipeline):
 
     # -- how it is computed -------------------------------------------------------------------------------------------
 
-    def compile(self) -> None:
-        """Compile the transformer's repeated blocks, with the LoRA in them: for each size, unless prompts differ in length."""
+    def compile(self, falls_back: bool = False) -> None:
+        """Compile the transformer's repeated blocks, with the LoRA in them: for each size, unless prompts differ in length.
+
+        Args:
+            falls_back: code that torch fails to compile runs as it is, in place of an error. It then does so in the whole process.
+        """
+        if falls_back:
+            torch._dynamo.config.suppress_errors = True
         self.encode(self.probe_prompts[:1])  # finds out whether they do
         for transformer in self.lora.transformers.values():
             compile_blocks(transformer, for_each_size=self.encoder.pads_to_one_length)

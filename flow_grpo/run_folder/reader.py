@@ -275,6 +275,14 @@ def dtype_of(folder: Path) -> str | None:
     return inputs_of(folder).get("dtype", machine_of(folder).get("dtype"))
 
 
+def compiled_of(folder: Path) -> bool | None:
+    """Whether a run began with compiled blocks; None if its config.yaml does not say it."""
+    file = folder / layout.CONFIG
+    memory = _yaml(file.read_text(encoding="utf-8", errors="replace")).get("memory") if file.is_file() else None
+    value = memory.get("compile") if isinstance(memory, dict) else None
+    return value if isinstance(value, bool) else None
+
+
 def value_of(evaluation: dict[str, Any], metric: str, index: int) -> float:
     """A metric of the held-out prompt with that index; NaN if that evaluation did not measure it."""
     values = evaluation["values"].get(metric, [])

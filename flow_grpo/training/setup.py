@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,35 @@ from flow_grpo.data.prompts import Prompts, PromptSampler, PromptSet, sampler_of
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.policy import hub
-from flow_grpo.policy.devices import DTYPES, bf16_speedup, default_dtype, usable_device
+from flow_grpo.policy.devices import (
+    DTYPES,
+    bf16_speedup,
+    compile_error,
+    compile_seconds,
+    default_dtype,
+    fastest,
+    usable_device,
+)
 from flow_grpo.policy.loading import add_trainable_weights, check_guidance, check_size, load_policy, pipeline_of
 from flow_grpo.policy.lora import TRAINED
+from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path
-from flow_grpo.run_folder.reader import dtype_of
-from flow_grpo.text import counted, suggest
+from flow_grpo.run_folder.reader import compiled_of, dtype_of
+from flow_grpo.text import counted, duration, suggest
 from flow_grpo.training.anchors import add_references
 from flow_grpo.training.inputs import digests_of_inputs
 from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
+# of `memory.compile: auto`
+COMPILED_DEVICES = ("cuda",)
+COMPILING_SAVES = (
+    0.39  # of a step's time, the smaller share of two objectives of SD3.5 Medium on an H200 (docs/performance.md)
+)
+TIMED_ROWS = 4
 HUMAN = "human"  # the reward that asks a person
 # Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
 COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
@@ -193,16 +209,79 @@ def dtype_and_reason(args: FlowGRPOConfig, policy: Policy) -> str:
     return f"{name} ({bf16_speedup():.1f} times as fast as float32 at a layer here)" if is_chosen else name
 
 
+def compile_and_reason(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> tuple[bool, str]:
+    """Whether to compile the policy's blocks, and why, for the first line of a run; all processes do as the main one decides.
+
+    `memory.compile: auto` compiles on CUDA, unless settings are against it that were not measured, if that saves more time than it
+    takes. A resumed run goes on as it began.
+
+    Args:
+        prompt: whose velocity is timed.
+    """
+    compile_setting = args.memory.compile
+    if compile_setting != "auto" or policy.device.type not in COMPILED_DEVICES:
+        return compile_setting is True, ""
+
+    def decide() -> tuple[bool, str]:
+        begun = compiled_of(Path(args.output_dir))
+        if begun is not None:
+            return begun, "as the run began"
+        if reason := _reason_not_to_compile(args, policy, processes, prompt):
+            return False, reason
+        seconds = _seconds_of_steps(args, policy, processes, prompt)
+        saved, needed = COMPILING_SAVES * seconds, compile_seconds(args.model, policy.device)
+        reason = f"saves about {duration(saved)} of {duration(seconds)} and takes about {duration(needed)}"
+        return saved > needed, f"which {reason}"
+
+    return processes.gather_or_raise(decide)[0]
+
+
+def _reason_not_to_compile(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> str:
+    """What is against compiling by itself, as nobody has measured it, or since it fails here; "" if nothing is."""
+    memory = args.memory
+    for name, value in (("quantize", memory.quantize), ("offload", memory.offload)):
+        if value is not None:
+            return f"memory.{name}={value}"
+    if memory.shard is not None and processes.world_size > 1:
+        return f"memory.shard={memory.shard}"
+    policy.encode([prompt])  # finds out the shapes of prompts
+    if not policy.encoder.pads_to_one_length:
+        return "its prompts differ in length"
+    try:
+        repeated_blocks(policy.pipe.transformer, "memory.compile")
+    except FlowGRPOError as unnamed:
+        return str(unnamed).rstrip(".")
+    with phase("trying torch.compile"):
+        error = compile_error(policy.device)
+    return "" if error is None else f"torch.compile fails here: {error}"
+
+
+def _seconds_of_steps(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> float:
+    """About how long all training steps take without rewards, by the velocity of a few images; with its gradient it takes three times as
+    long."""
+    rows = min(args.microbatch, TIMED_ROWS)
+    schedule, shape = policy.schedule(args.sampling.steps)
+    x, conditioning = torch.zeros(rows, *shape, device=policy.device), policy.encode([prompt] * rows)
+    with torch.no_grad(), phase("timing a velocity"):
+        velocity = partial(policy.velocity, x, schedule.timesteps[0], conditioning, torch.arange(rows))
+        seconds = fastest(velocity, policy.device, 0.0) / rows / processes.world_size
+
+    def of_a_step(stage: FlowGRPOConfig) -> float:
+        sampled = 0 if stage.dataset is not None else stage.sampling.steps
+        trained = stage.epochs * stage.objective.num_losses(stage.sampling.steps)
+        return seconds * stage.prompts_per_step * stage.images_per_prompt * (sampled + 3 * trained)
+
+    return sum(stage.steps * of_a_step(stage) for _, stage in args.resolved_stages())
+
+
 def prepare_policy(policy: Policy, args: FlowGRPOConfig, processes: Processes) -> None:
-    """Add a LoRA or train the whole transformer; compile, shard and average it as the config says.
+    """Add a LoRA or train the whole transformer; shard and average it as the config says.
 
     Raises:
         FlowGRPOError: the policy carries something else already, or has no guidance where settings ask for it.
     """
     stages = [stage for _, stage in args.resolved_stages()]
     add_trainable_weights(policy, args.lora, args.seed)
-    if args.memory.compile:
-        policy.compile()
     for name in dict.fromkeys(name for stage in stages for name in stage.objective.policy_copies):
         policy.lora.add_adapter_copy(name)
     add_references(policy, [stage.objective for stage in stages])
@@ -227,6 +306,7 @@ class RunParts:
         rewards: the trained ones.
         start_checks: what the checks of the run's start found, by their names.
         inputs: digests of what the run depends on besides its settings.
+        headline: the first line of the run.
     """
 
     args: FlowGRPOConfig
@@ -239,6 +319,7 @@ class RunParts:
     rewards: WeightedSum
     start_checks: dict[str, list[str]]
     inputs: dict[str, str]
+    headline: str
 
 
 def build_run(
@@ -285,6 +366,10 @@ def build_run(
         found |= make_checks("model", replace(start, args=args, policy=policy))
         check_size(policy, policy.call.get("height"), policy.call.get("width"))
         prepare_policy(policy, args, processes)
+        compiles, reason = compile_and_reason(args, policy, processes, all_prompts[0])
+        if compiles:
+            policy.compile(falls_back=args.memory.compile == "auto")
+        args = args.model_copy(update={"memory": args.memory.model_copy(update={"compile": compiles})})
         inputs = digests_of_inputs(
             args,
             train_set,
@@ -304,6 +389,7 @@ def build_run(
             rewards=rewards,
             start_checks=found,
             inputs=inputs,
+            headline=run_headline(args, policy, reason),
         )
 
 
@@ -320,9 +406,11 @@ def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset:
     return {"prompts": recorded(train_dataset), "evaluation": evaluation}
 
 
-def run_headline(args: FlowGRPOConfig, policy: Policy) -> str:
-    """The first line of a run: its model, device, dtype, size and folder."""
+def run_headline(args: FlowGRPOConfig, policy: Policy, compile_reason: str) -> str:
+    """The first line of a run: its model, device, dtype, size and folder, and why its blocks are compiled or not."""
     where = f"{args.model} on {policy.device} in {dtype_and_reason(args, policy)}"
+    if policy.compiled or compile_reason:
+        where += f", {'' if policy.compiled else 'not '}compiled ({compile_reason or 'in the first step'})"
     size = f"{counted(args.prompts_per_step, 'prompt')} x {counted(args.images_per_prompt, 'image')}"
     own = policy.has_lora and not policy.lora.is_zero and not (args.lora and args.lora.init_from)
     start = "; it goes on from the LoRA that the policy has" if own else ""
