@@ -14,14 +14,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
+from pydantic import PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.config.loading import read_json
+from flow_grpo.config.loading import read_text
 from flow_grpo.errors import INTERRUPTED, TEMPORARY, USER_ERROR, FlowGRPOError, RetryableError, is_retryable
 from flow_grpo.evaluation.group_dependence import group_dependence_warnings
 from flow_grpo.evaluation.image_metrics import NUM_DISTANCE_PROMPTS, distance_from_base
@@ -36,6 +37,7 @@ from flow_grpo.text import counted, markdown_table
 
 CURVE, BUDGET = "curve.jsonl", "budget.json"
 SECONDS = {"s": 1, "m": 60}
+Saved = TypeVar("Saved")
 Rows = dict[str, dict[str, float | None]]  # by config, then by column
 CONSOLE_COLUMNS = ("end", "range", "reached", "to target, s", "gain per 100 s", "peak MB")  # the files have all columns
 
@@ -44,9 +46,9 @@ CONSOLE_COLUMNS = ("end", "range", "reached", "to target, s", "gain per 100 s", 
 class Budget:
     """Seconds of training or generated images for each run, between equally distant evaluations. The fields are those of budget.json."""
 
-    amount: float
-    unit: str  # seconds or images
-    evaluations: int  # after that before training
+    amount: PositiveFloat
+    unit: Literal["seconds", "images"]
+    evaluations: PositiveInt  # after that before training
 
     def until(self, evaluation: int) -> float:
         """The budget that is spent before an evaluation; the first one after training is number 1."""
@@ -68,7 +70,7 @@ class CurvePoint:
 
     def reaches(self, metric: str, target: float | None) -> bool:
         """Whether a metric is at least the target."""
-        return target is not None and self.values[metric] >= target
+        return target is not None and self.values.get(metric, -math.inf) >= target
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,10 @@ class ComparedRun:
         return Path(self.config).stem
 
     def points(self) -> list[CurvePoint]:
-        """The finished evaluations."""
+        """The finished evaluations. FlowGRPOError if they are damaged."""
         file = self.folder / CURVE
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        return [CurvePoint(**json.loads(line)) for line in lines]
+        lines = read_text(file).splitlines() if file.exists() else []
+        return [_parsed(CurvePoint, line, f"line {number} of {file}") for number, line in enumerate(lines, 1)]
 
     def add(self, point: CurvePoint) -> None:
         """Write a finished evaluation."""
@@ -97,6 +99,18 @@ class ComparedRun:
     def settings(self, overrides: list[str]) -> FlowGRPOConfig:
         own = [f"seed={self.seed}", f"output_dir={self.folder}", "keep_checkpoints=3"]
         return FlowGRPOConfig.from_yaml(self.config, [*overrides, *own])
+
+
+def _parsed(kind: type[Saved], text: str, source: str) -> Saved:
+    """What `asdict` and JSON have made a text of. FlowGRPOError, which names the source, if it is something else."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise FlowGRPOError(
+            f"{source} is damaged ({where and f'{where}: '}{first['msg']}): restore it, or give another folder by --out."
+        ) from error
 
 
 def parse_budget(text: str, evaluations: int) -> Budget:
@@ -254,7 +268,7 @@ def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
 
 def _check_budget(file: Path, budget: Budget) -> None:
     """FlowGRPOError if the comparison began with another distance of evaluations; their number may grow."""
-    previous = Budget(**read_json(file)) if file.exists() else budget
+    previous = _parsed(Budget, read_text(file), str(file)) if file.exists() else budget
     if previous.unit != budget.unit or not math.isclose(previous.until(1), budget.until(1)):
         raise FlowGRPOError(
             f"{file.parent} was started with {previous.until(1):g} {previous.unit} between evaluations, not {budget.until(1):g} "
@@ -263,10 +277,16 @@ def _check_budget(file: Path, budget: Budget) -> None:
 
 
 def summarize(runs: list[ComparedRun], metric: str, target: float | None) -> Rows:
-    """For each config, over its seeds: what it reached, how fast, and at what cost."""
+    """For each config, over its seeds: what it reached, how fast, and at what cost. FlowGRPOError if their metrics are not the same."""
     rows = {}
     for name in dict.fromkeys(run.name for run in runs):
-        curves = [run.points() for run in runs if run.name == name]
+        by_folder = {run.folder: run.points() for run in runs if run.name == name}
+        curves = list(by_folder.values())
+        for folder, curve in by_folder.items():
+            if any(point.values.keys() != curves[0][0].values.keys() for point in curve):
+                raise FlowGRPOError(
+                    f"{folder / CURVE} has other metrics in some lines: restore it, or give another folder by --out."
+                )
         rows[name] = {**_results(curves, metric), **_changes(curves, metric), **_times_to_target(curves, metric, target)}
     return rows
 

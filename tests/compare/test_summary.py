@@ -1,12 +1,14 @@
-"""The learning curves of a comparison: no config hides another."""
+"""The files of a comparison, and its learning curves: no config hides another."""
 
 import json
+import shutil
 from dataclasses import asdict
 
 import pytest
 from matplotlib.figure import Figure
+from support.embedded import short_run
 
-from flow_grpo.compare import CURVE, ComparedRun, CurvePoint, parse_budget, save_plot
+from flow_grpo.compare import CURVE, Budget, ComparedRun, CurvePoint, compare, parse_budget, save_plot, summarize
 from flow_grpo.errors import FlowGRPOError
 
 
@@ -31,6 +33,43 @@ def test_what_is_no_budget_is_one_sentence(text):
 
 def test_a_budget_is_of_seconds_minutes_or_images():
     assert [parse_budget(text, 3).amount for text in ("90.5s", "2m", "images=64")] == [90.5, 120.0, 64.0]
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "[]", "{}", '{"evaluation": 1', '{"step": "x"}', "[" * 5000, '{"values": {"reward": "high"}}']
+)
+def test_a_damaged_line_of_a_curve_is_named(tmp_path, line):
+    run = equal_runs(tmp_path, ["grpo"])[0]
+    first = json.loads((run.folder / CURVE).read_text().splitlines()[0])
+    changed = json.dumps({**first, **json.loads(line)}) if line.startswith('{"') and line.endswith("}") else line
+    with (run.folder / CURVE).open("a") as stream:
+        stream.write(f"{changed}\n")
+    with pytest.raises(
+        FlowGRPOError, match=rf"^line 4 of {run.folder / CURVE} is damaged \(.*\): restore it, or give another"
+    ):
+        run.points()
+
+
+def test_a_run_with_other_metrics_than_the_others_is_named(tmp_path):
+    runs = equal_runs(tmp_path, ["grpo"])
+    file = runs[1].folder / CURVE
+    file.write_text(file.read_text().replace("ocr", "orc"))
+    with pytest.raises(FlowGRPOError, match=rf"^{file} has other metrics in some lines: restore it"):
+        summarize(runs, "ocr", None)
+
+
+def test_a_budget_that_was_changed_by_hand_is_named(tmp_path):
+    args = short_run(tmp_path / "run")
+    (tmp_path / "short.yaml").write_text(args.to_yaml())
+    config = str(tmp_path / "short.yaml")
+    folder = tmp_path / "short" / "seed0"
+    folder.mkdir(parents=True)
+    equal = equal_runs(tmp_path / "equal", ["grpo"])[0]
+    shutil.copy(equal.folder / CURVE, folder / CURVE)
+    for text in ("", "[1]", '{"amount": 0, "unit": "images", "evaluations": 1}', '{"unit": "years"}'):
+        (tmp_path / "budget.json").write_text(text)
+        with pytest.raises(FlowGRPOError, match=rf"^{tmp_path / 'budget.json'} is damaged \(.*\): restore it"):
+            compare([config], 1, Budget(8, "images", 1), tmp_path, overrides=[], metric="ocr")
 
 
 def test_equal_curves_of_compared_runs_are_all_visible(tmp_path, monkeypatch):
