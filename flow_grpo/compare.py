@@ -138,10 +138,11 @@ def compare(
 ) -> list[ComparedRun]:
     """Train every config with every seed on the budget, in turns; returns the runs, whose points are in their folders.
 
+    `check_configs` has passed.
+
     Args:
         stop: end a run when its `metric` reaches the `target`.
     """
-    _check_configs(configs, overrides, budget)
     runs = [
         ComparedRun(config, seed, out / Path(config).stem / f"seed{seed}") for seed in range(seeds) for config in configs
     ]
@@ -241,13 +242,17 @@ def _print_error_line(line: str) -> None:
     Console(stderr=True, emoji=False).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:
+def check_configs(configs: list[str], overrides: list[str], budget: Budget) -> None:
+    """Check, before a folder is made, that these configs can be compared. FlowGRPOError if not."""
     if len(set(configs)) < len(configs):
         raise FlowGRPOError("one config is given twice: give each once; --seeds repeats its runs.")
     if len({Path(config).stem for config in configs}) < len(configs):
         raise FlowGRPOError("two of the configs have one file name: rename one, since runs are kept by that name.")
     for config in configs:
-        _, last_stage = FlowGRPOConfig.from_yaml(config, overrides).resolved_stages()[-1]
+        args = FlowGRPOConfig.from_yaml(config, overrides)
+        _, last_stage = args.resolved_stages()[-1]
+        if args.evaluation.prompts is None:
+            raise FlowGRPOError(f"{config} names no held-out prompts to compare on: set evaluation.prompts.")
         if budget.unit == "images" and last_stage.dataset is not None:
             raise FlowGRPOError(
                 f"{config} ends with a stage on given images, which generates none: give a budget in seconds, such as --budget 120s."
@@ -257,8 +262,6 @@ def _check_configs(configs: list[str], overrides: list[str], budget: Budget) -> 
 def _check_settings(run: ComparedRun, overrides: list[str]) -> None:
     """Write the run's settings to its folder. FlowGRPOError if it was started with others."""
     args, file = run.settings(overrides), run.folder / layout.CONFIG
-    if args.evaluation.prompts is None:
-        raise FlowGRPOError(f"{run.config} names no held-out prompts to compare on: set evaluation.prompts.")
     same_folder = {"output_dir": args.output_dir}  # the folder may have been moved, or be named from another one
     if run.points() and file.exists() and FlowGRPOConfig.from_yaml(file).model_copy(update=same_folder) != args:
         raise FlowGRPOError(f"{run.folder} was started with other settings: give another folder by --out.")

@@ -147,10 +147,10 @@ def new_files(folder: Path, name: str, previous: Iterable[str] = ()) -> Iterator
     """
     with write_errors(folder, NO_ROOM):
         finish_files(folder, name)
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        if folder.exists():
+            _sweep(folder)
     previous = [file for file in previous if _is_within(folder, file)]
-    if _holds_only(folder, previous):
+    if not folder.exists() or _holds_only(folder, previous):
         with atomic_folder(folder) as partial:
             yield partial
         return

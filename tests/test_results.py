@@ -81,6 +81,9 @@ def test_an_error_leaves_the_earlier_files_and_nothing_else(tmp_path):
             raise KeyError
         assert contents(folder) == {**OLD, **others}
         assert not list(folder.parent.rglob(".*"))
+    with suppress(KeyError), new_files(tmp_path / "new", "result"):
+        raise KeyError
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_full_disk_is_a_sentence_with_the_path_and_another_error_keeps_its_own(tmp_path):

@@ -51,6 +51,7 @@ def compare(
     if setting := next((word for word in configs if SETTING.match(word)), None):
         raise FlowGRPOError(f"{setting} is a setting, and there are several configs: write --set {setting}.")
     limits = comparison.parse_budget(budget, evaluations)
+    comparison.check_configs(configs, set_ or [], limits)
     prepare_folder(out)
     with locked(out, say):
         runs = comparison.compare(

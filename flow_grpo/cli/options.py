@@ -4,6 +4,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -178,14 +179,23 @@ def _with_rewards_of(models: "list[ModelTarget]", args: "FlowGRPOConfig") -> "Fl
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Create the folder and check, before the work, that files can be written to it. FlowGRPOError, which names the option, if not."""
+    """Check, before the work, that files can be written to a folder. FlowGRPOError, which names the option, if not.
+
+    A folder that is missing is created for that and removed again, so that a command that fails leaves none.
+    """
+    missing: list[Path] = []
     try:
+        missing += (path for path in (folder, *folder.parents) if not path.exists())
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FlowGRPOError(f"nothing can be written to {folder} ({reason}): give another path by {option}.") from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> None:
@@ -195,10 +205,7 @@ def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> 
 
 
 def prepare_file(file: Path, option: str = "--out") -> None:
-    """Create the file's folder and check, before the work, that the file can be written.
-
-    FlowGRPOError, which names the option, if not.
-    """
+    """Check, before the work, that a file can be written. FlowGRPOError, which names the option, if not."""
     prepare_folder(file.parent, option)
     if file.is_dir():
         raise FlowGRPOError(f"{file} is a folder: give a file by {option}.")

@@ -64,6 +64,9 @@ def test_the_version_is_the_packages(tmp_path):
         (["sample", CAT, "--guidance", "nan"], "guidance=nan is not a finite number"),
         (["sample", CAT, "--guidance", "-inf"], "guidance=-inf is not a finite number"),
         (["sample", CAT, "--model", "no/such/folder", "--out", "/proc/x"], "nothing can be written to /proc/x"),
+        (["sample", CAT, "--model", "nowhere", "--out", "new/images"], "there is no model folder nowhere"),
+        (["score", "missing.png", "--out", "new/scores.json"], "there is no image or folder"),
+        (["doctor", "nothing.yaml", "--json", "new/checks.json"], "there is no file nothing.yaml"),
         (["doctor", "short.yaml", "--json", "/proc/x/y.json"], "nothing can be written to /proc/x"),
         (["doctor", "--step-variance", "--json", "x.json"], "leave out --model and --json, which are for checks."),
         (["doctor", "--step-variance", "--model", "tiny"], "leave out --model and --json, which are for checks."),
@@ -81,8 +84,10 @@ def test_the_version_is_the_packages(tmp_path):
         (["doctor", "short.yaml", "--step-variance", "--noise-levels", "much"], "'much' is not a noise level"),
     ],
 )
-def test_a_mistake_gets_one_sentence(trained, words, sentence):
+def test_a_mistake_gets_one_sentence_and_leaves_no_folder(trained, words, sentence):
+    before = set(trained.rglob("*"))
     output = run(*words, cwd=trained, code=2)
+    assert set(trained.rglob("*")) == before
     assert sentence in " ".join(output.split())
     phase = re.compile(r"(?!error)\w.*: \d+ s( .*)?")  # printed on a slow machine
     assert len([line for line in output.strip().splitlines() if not phase.fullmatch(line)]) == 1
