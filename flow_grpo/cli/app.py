@@ -21,6 +21,7 @@ from flow_grpo.cli.doctor import doctor
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.export import export
 from flow_grpo.cli.init import init, schema
+from flow_grpo.cli.options import ImagesCommand
 from flow_grpo.cli.plan import plan
 from flow_grpo.cli.report import report
 from flow_grpo.cli.sample import sample
@@ -111,7 +112,9 @@ def all_commands(
 
 
 for name, command in COMMANDS.items():
-    app.command(name, cls=SettingsCommand if "overrides" in inspect.signature(command).parameters else None)(command)
+    parameters = inspect.signature(command).parameters
+    kind = SettingsCommand if "overrides" in parameters else ImagesCommand if "images" in parameters else None
+    app.command(name, cls=kind)(command)
 app.add_typer(rewards.app, name="rewards")
 
 

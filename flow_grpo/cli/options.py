@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from flow_grpo.cli.console import say
 from flow_grpo.errors import FlowGRPOError
@@ -77,6 +78,20 @@ Crop = Annotated[
     str | None,
     typer.Option(help="Pixels to remove at the edges of such a grid: N, or LEFT,TOP,RIGHT,BOTTOM.", show_default=False),
 ]
+
+
+class ImagesCommand(TyperCommand):
+    """A typer command on the images of one file or folder."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words. FlowGRPOError for several files, such as a shell makes of *.png."""
+        ctx.allow_extra_args = True
+        if others := super().parse_args(ctx, args):
+            raise FlowGRPOError(
+                f"one image or folder can be given, and {others[0]} is another one: put the images into a folder and give that, or "
+                "compare them by flow-grpo eval."
+            )
+        return others
 
 
 def config_and_overrides(config: str | None, overrides: list[str] | None) -> tuple[str | None, list[str]]:

@@ -17,6 +17,7 @@ from flow_grpo.cli.options import (
     Crop,
     GridColumns,
     GridRows,
+    ImagesCommand,
     Padding,
     Prompt,
     Prompts,
@@ -69,7 +70,7 @@ def info(name: Annotated[str, typer.Argument(help="A reward by name, module:func
     console.print(table)
 
 
-@app.command("test")
+@app.command("test", cls=ImagesCommand)
 def probe(
     name: Annotated[str, typer.Argument(help="A reward, with options as NAME={key: value}.")],
     images: Annotated[Path, typer.Option(help=IMAGES_HELP)],

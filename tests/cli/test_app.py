@@ -49,6 +49,8 @@ def test_the_version_is_the_packages(tmp_path):
             "there is no LoRA at runs/shorrt. Did you mean runs/short? Give a folder",
         ),
         (["score", "missing.png"], "there is no image or folder"),
+        (["score", "a.png", "b.png"], "one image or folder can be given, and b.png is another one: put the images into"),
+        (["rewards", "test", "ocr", "--images", "a.png", "b.png"], "one image or folder can be given, and b.png is another"),
         (["score", "short.yaml"], "short.yaml is not an image: give a PNG, JPEG, WEBP, BMP, GIF, TIFF or AVIF file."),
         (["eval", "runs"], "not a run folder"),
         (["compare", "short.yaml", "--stop"], "--stop ends a run at its target, and none is given: add --target VALUE."),
