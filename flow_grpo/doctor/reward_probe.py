@@ -31,6 +31,7 @@ SATURATED = 0.9  # share of the images with the highest, or lowest, value
 SAME = 1e-5  # share of the standard deviation over all images that is rounding
 MIN_WITHIN_SHARE = 0.05  # of the standard deviation over all images; a reward with less rates prompts
 PROMPT_EFFECT = 4  # times the difference of two calls that another prompt's effect must have
+STANDARD_ERRORS = 2  # that the mean change by wrong prompts must have to be told from 0
 MAX_SLOPE_ERROR = 0.5  # of the predicted slope
 ORIGINAL, BLURRED, NOISY, WRONG_PROMPT = "original", "blurred", "noisy", "wrong prompt"
 NUM_BINS, BAR_WIDTH = 10, 32  # of the histogram
@@ -130,9 +131,10 @@ class RewardStats:
         return bool(self.original.isfinite().all())
 
     @property
-    def prompt_effect(self) -> float:
-        """The mean change by another image's prompt; NaN if there is one prompt only."""
-        return (self.values[WRONG_PROMPT] - self.original).mean().item() if WRONG_PROMPT in self.values else math.nan
+    def prompt_effect(self) -> tuple[float, float]:
+        """The mean change by another image's prompt, and its standard error."""
+        change = self.values[WRONG_PROMPT] - self.original
+        return change.mean().item(), change.std().item() / math.sqrt(len(change))
 
     @property
     def reads_prompt(self) -> bool:
@@ -249,7 +251,9 @@ def reads_prompt(name: str, stats: RewardStats, another: bool) -> CheckResult:
     """Whether the reward reads prompts; `another` if another trained reward does."""
     check = f"{name}: reads the prompt"
     if stats.reads_prompt:
-        return CheckResult(check, "yes", OK, f"{stats.prompt_effect:+.2g} with a wrong prompt")
+        mean, error = stats.prompt_effect
+        unsure = f", too small to tell from 0 by {len(stats.original)} images" if abs(mean) < STANDARD_ERRORS * error else ""
+        return CheckResult(check, "yes", OK, f"{mean:+.2g} with a wrong prompt{unsure}")
     if another:
         return CheckResult(check, "no", OK, "another reward does")
     message = "the images may stop matching their prompts: add a reward that reads it, such as clip, or a kl_weight."

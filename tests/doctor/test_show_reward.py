@@ -38,18 +38,36 @@ def brightness(images, prompts):
     return images.mean((1, 2, 3))
 
 
+def likes_cats(images, prompts):
+    """Whatever the image shows, so that wrong prompts score as high as right ones."""
+    return images.mean((1, 2, 3)) + torch.tensor(["cat" in prompt for prompt in prompts])
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
         (lambda images, prompts: [0.5] * len(prompts), "ERROR: all are equal"),
         (lambda images, prompts: [float("cat" in p) for p in prompts], "ERROR: the images of a prompt all get the same value"),
         (brightness, "0.17 ok: of 0.37 over all images"),
+        (likes_cats, "mine: reads the prompt yes ok: +0 with a wrong prompt, too small to tell from 0 by 4 images"),
         (brightness, "mine: reads the prompt no warning: the images may stop matching"),
         (lambda images, prompts: [float("nan")] * len(prompts), "4 of 4 ERROR: are not finite"),
     ],
 )  # fmt: skip
 def test_the_results_say_what_a_run_can_learn(reward, words):
     assert words in " ".join(shown(reward).split())
+
+
+def test_a_clear_effect_of_wrong_prompts_is_not_called_small():
+    """The later half of the images is brighter, and of cats."""
+
+    def fits(images, prompts):
+        bright = images.mean((1, 2, 3))
+        return bright + ((bright > 0.5) == torch.tensor(["cat" in prompt for prompt in prompts]))
+
+    output = shown(fits)
+    assert "ok: -1 with a wrong prompt" in output
+    assert "too small" not in output
 
 
 def test_what_images_without_a_second_prompt_or_image_do_not_show_is_left_out():
