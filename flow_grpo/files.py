@@ -43,7 +43,9 @@ MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 
 
 def expanded(path: str | Path) -> Path:
-    """The path with the home folder in place of `~`. FlowGRPOError if this user has none, as in some containers."""
+    """The path with the home folder in place of `~`. FlowGRPOError if this user has none, as in some containers, or it is no path."""
+    if not isinstance(path, str | Path):
+        raise FlowGRPOError(f"{repr(path)[:80]} is of type {type(path).__name__}: give a path.")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +41,8 @@ class SourceImage:
     @staticmethod
     def from_pil(image: Image.Image, name: str = "an image") -> "SourceImage":
         """An image in memory."""
+        if 0 in image.size:
+            raise FlowGRPOError(f"the image {name} has no pixels.")
         content = io.BytesIO()
         to_rgb(image).save(content, "PNG")
         return SourceImage.read(content.getvalue(), name)
@@ -59,10 +61,12 @@ class ImagePrompt(str):
     images: tuple[SourceImage, ...]
 
     def __new__(cls, text: str, images: "Sequence[SourceImage | Image.Image | str | Path]") -> "ImagePrompt":
-        if isinstance(images, str | Path) or not images:
+        if not isinstance(text, str):
+            raise FlowGRPOError(f"{repr(text)[:80]} is not a prompt: give a text and a list of its images.")
+        if isinstance(images, str) or not isinstance(images, Iterable) or not (given := list(images)):
             raise FlowGRPOError(f"the prompt {text[:80]!r}: give a list of its images.")
         prompt = super().__new__(cls, text)
-        prompt.images = tuple(_source(image, text) for image in images)
+        prompt.images = tuple(_source(image, text) for image in given)
         return prompt
 
     def __eq__(self, other: object) -> bool:
@@ -98,6 +102,10 @@ def _source(image: SourceImage | Image.Image | str | Path, text: str) -> SourceI
         return image
     if isinstance(image, Image.Image):
         return SourceImage.from_pil(image, f"of the prompt {text[:80]!r}")
+    if not isinstance(image, str | Path):
+        raise FlowGRPOError(
+            f"the prompt {text[:80]!r} has an image of type {type(image).__name__}: give a path or a PIL image."
+        )
     return SourceImage.read(Path(image), str(image))
 
 

@@ -33,8 +33,9 @@ class FlowGRPOTrainer:
     Args:
         model: a folder, hub id or bundled name, by default `args.model`; a pipeline of diffusers, which is trained in place; or a `Policy`,
             which keeps its own size, guidance, dtype and LoRA: the run's config then has these.
-        reward_funcs: rewards by name, or a list of names, import paths or callables; by default `args.rewards`. The settings of a name
-            in `args.rewards`, such as its weight, are used; the run's config then has these rewards in place of `args.rewards`.
+        reward_funcs: a reward or a list of them: names, import paths, functions, objects that can be called, or classes; by default
+            `args.rewards`. The settings of a name in `args.rewards`, such as its weight and options, are used; the run's config then has
+            these rewards in place of `args.rewards`.
         args: the run's settings.
         train_dataset: prompts: a file, folder or data set by name, a `PromptSet`, or a `datasets.Dataset`, list, generator or another
             iterable of texts or of dicts by column, which are metadata for rewards; by default `args.prompts`.
@@ -52,7 +53,7 @@ class FlowGRPOTrainer:
         args: FlowGRPOConfig | None = None,
         train_dataset: Prompts | None = None,
         eval_dataset: Prompts | None = None,
-        callbacks: Sequence[Any] = (),
+        callbacks: Sequence[Any] | None = None,
     ) -> None:
         if not isinstance(args, FlowGRPOConfig | None):
             raise FlowGRPOError(
@@ -195,7 +196,7 @@ class FlowGRPOTrainer:
         Returns the LoRA's file, or the folder of the whole transformer. Every process must call this; the main one writes.
         """
         with self.policy.ema.applied():
-            return self.policy.save(Path(output_dir), self.processes.is_main)
+            return self.policy.save(output_dir, self.processes.is_main)
 
     def push_to_hub(self, repo_id: str, private: bool = False, best: bool = False) -> str:
         """Upload the finished run's LoRA with its model card, as `flow-grpo export RUN --push` does; returns the page's address.

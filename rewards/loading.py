@@ -81,13 +81,33 @@ def load(
     reward: Any
     if remote is not None:
         _check_client_options(name, options)
-        reward = _built(f"reward {name}", "remote", {"urls": remote, "reward": name, **options})
+        client = {"urls": remote, "reward": name, **options}
+        reward = _built(name, check_options("remote", **client), client)
     elif isolate:
         from flow_grpo.rewards.serving.subprocess import Isolated
 
         reward = Isolated(name, options, None if isolate is True else isolate)
     else:
-        reward = _built(f"reward {name}", name, options)
+        reward = _built(name, check_options(name, **options), options)
+    return reward if frames is None else Framed(reward, frames)
+
+
+def load_given(
+    name: str,
+    target: Any,
+    *,
+    remote: str | list[str] | None = None,
+    isolate: bool | str = False,
+    frames: Frames | None = None,
+    **options: Any,
+) -> Reward:
+    """As `load`, of a function, an object that can be called, or a class that a program has. `name` is for error messages."""
+    if remote is not None or isolate:
+        raise FlowGRPOError(
+            f"reward {name} was given as an object, which no other process has: give its name, my_module:my_fn or file.py:fn, or leave "
+            "remote and isolate out."
+        )
+    reward = _built(name, _checked(name, target, options), options)
     return reward if frames is None else Framed(reward, frames)
 
 
@@ -103,11 +123,11 @@ def _check_client_options(name: str, options: dict[str, Any]) -> None:
         )
 
 
-def _built(title: str, name: str, options: dict[str, Any]) -> Reward:
-    """A reward with its options. `title` is its name in error messages."""
-    target = check_options(name, **options)
+def _built(name: str, target: Callable[..., Any], options: dict[str, Any]) -> Reward:
+    """A reward with its options, of its class or function. `name` is for error messages."""
     if not inspect.isclass(target):
         return _with_options(target, options)
+    title = f"reward {name}"
     with guarded(title, lambda kind: f"{title} could not be built{'' if kind == KNOWN else f': {kind}'}"):
         return _callable(title, target(**options))
 
@@ -130,7 +150,12 @@ def reads_prompts(name: str, remote: str | list[str] | None = None, isolate: boo
 
 def check_options(name: str, **options: Any) -> Callable[..., Any]:
     """Check that a reward takes these options, without building it; returns its class or function. FlowGRPOError as in `load`."""
-    target = _callable(f"reward {name}", locate("reward", name, REGISTRY))
+    return _checked(name, locate("reward", name, REGISTRY), options)
+
+
+def _checked(name: str, target: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """A reward's class or function. FlowGRPOError if it can't be called, or does not take these options."""
+    _callable(f"reward {name}", target)
     if inspect.isclass(target) and not any("__call__" in vars(kind) for kind in target.__mro__):
         raise FlowGRPOError(
             f"reward {name}: its objects can't be called: give the class a method `__call__(self, images, prompts, **metadata)`."

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi
+from PIL import Image
 from safetensors.torch import load, load_file
 from support import small_policy as small
 from support.embedded import short_run, stir
@@ -23,7 +24,7 @@ from support.fake_run import synthetic_run
 from support.hub_server import local_hub, settings, uploaded
 from support.paths import ROOT
 
-from flow_grpo import FlowGRPOConfig, rewards
+from flow_grpo import FlowGRPOConfig, ImagePrompt, PromptSet, load_policy, rewards
 from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.options import rewards_to_measure
 from flow_grpo.errors import FlowGRPOError, Interrupted
@@ -397,3 +398,67 @@ def test_paths_have_spaces_quotes_brackets_and_any_letters(tmp_path):
     recorded = FlowGRPOConfig.from_yaml(folder / "r u n" / layout.CONFIG)
     assert (recorded.prompts, list(recorded.rewards)) == (args.prompts, [reward])
     assert (folder / "r u n" / "lora" / WEIGHTS).is_file()
+
+
+def given() -> FlowGRPOTrainer:
+    return small.trainer(small.settings(evaluation={"prompts": None}), train_dataset=small.PROMPTS)
+
+
+WRONG = {
+    "prompts of another number": (lambda: PromptSet(["a", "b"], [{}]), "2 prompts and 1 dicts of metadata"),
+    "prompts that are one text": (lambda: PromptSet("ab", [{}, {}]), "prompts of a PromptSet is 'ab': give a list of texts"),
+    "metadata that are no dicts": (lambda: PromptSet(["a"], [1]), r"metadata of a PromptSet is \[1\]: give a list of dicts"),
+    "a column without a name": (lambda: PromptSet(["a"], [{3: 1}]), "has a column 3: name it by a text"),
+    "one image": (lambda: ImagePrompt("a", Image.new("RGB", (8, 8))), "the prompt 'a': give a list of its images"),
+    "an image of another type": (
+        lambda: ImagePrompt("a", [torch.zeros(3, 8, 8)]),
+        "has an image of type Tensor: give a path",
+    ),
+    "an image without pixels": (lambda: ImagePrompt("a", [Image.new("RGB", (0, 0))]), "has no pixels"),
+    "a prompt that is no text": (lambda: ImagePrompt(3, ["a.png"]), "3 is not a prompt: give a text"),
+    "a config that is no path": (
+        lambda: FlowGRPOConfig.from_yaml({"steps": 3}),
+        "the config is of type dict: give the path of a file",
+    ),
+    "overrides that are one text": (lambda: FlowGRPOConfig.from_yaml("tiny_ocr", "steps=3"), "give a list of texts"),
+    "a guidance that is no number": (
+        lambda: load_policy("tiny", guidance="high"),
+        "guidance is 'high', but it should be a number",
+    ),
+    "an unknown memory setting": (lambda: load_policy("tiny", memory={"gb": 8}), "there is no setting memory.gb"),
+    "a height that is no number": (
+        lambda: load_policy("tiny", height="x"),
+        "height is 'x', but it should be a whole number",
+    ),
+    "a rank of 0": (lambda: small.policy(lora=False).add_lora(0, 4, None, seed=0), "lora.rank is 0"),
+    "a target that is one text": (lambda: small.policy(lora=False).add_lora(2, 4, "to_q", seed=0), "lora.targets is 'to_q'"),
+    "a LoRA that is no path": (lambda: small.policy(lora=False).load_lora(3), "3 is of type int: give a path"),
+    "a policy without a LoRA": (lambda: small.policy(lora=False).save("out"), "no trained weights to save"),
+    "a file in place of a folder": (lambda: small.policy().save(__file__), "could not be written: file exists"),
+    "a prompt that is no list": (lambda: small.policy().encode("a cat"), "'a cat' is no list of prompts"),
+    "no prompts": (lambda: small.policy().encode([]), "is no list of prompts"),
+    "no sampling steps": (lambda: small.policy().schedule(0), "0 sampling steps: give a whole number"),
+    "a repository that is no text": (
+        lambda: given().push_to_hub(None),
+        "None is no name for the hub",
+    ),
+    "a step to resume from": (lambda: given().train(resume=1), "1 is of type int: give a path"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_of_a_public_name_is_one_sentence(wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, sentence = WRONG[wrong]
+    with pytest.raises(FlowGRPOError, match=sentence):
+        call()
+
+
+def test_a_path_object_is_a_path(tmp_path):
+    file = tmp_path / "signs.txt"
+    args = FlowGRPOConfig(output_dir=tmp_path / "run", prompts=file, lora={"init_from": tmp_path})
+    assert (args.output_dir, args.prompts, args.lora.init_from) == (str(tmp_path / "run"), str(file), str(tmp_path))
+    policy = small.policy()
+    assert policy.save(str(tmp_path / "a")) == policy.save(tmp_path / "a", write=False), (
+        "the file, also where another writes it"
+    )

@@ -22,6 +22,7 @@ from dev.tiny import pretrain
 from flow_grpo.advantages import group_advantages
 from flow_grpo.config.stepwise_objectives import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
+from flow_grpo.data.prompts import PromptSet
 from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.generate import SEED, generate_images, image_seed
 from flow_grpo.policy import devices
@@ -1045,6 +1046,35 @@ def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path)
     assert all("time/evaluation" in row for row in read_metrics(tmp_path / "run") if "eval/reward" in row)
 
 
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, images, prompts):
+        return self.scale * images.mean((1, 2, 3))
+
+
+class Narrow:
+    def on_step_end(self, args, state, control):
+        pass
+
+
+def with_bright(**setting) -> dict:
+    return {"reward_funcs": bright, "args": small.settings(rewards={"bright": setting})}
+
+
+def scaled(images, prompts, scale=1.0):
+    return scale * images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(("given", "name"), [(scaled, "scaled"), ((scaled,), "scaled"), (Scaled, "Scaled")])
+def test_the_options_of_a_given_function_or_class_are_used(given, name):
+    args = small.settings(rewards={name: {"options": {"scale": 3.0}}})
+    trainer = FlowGRPOTrainer(small.policy(lora=False), given, args, small.PROMPTS)
+    images = torch.full((2, 3, 8, 8), 0.25)
+    assert trainer.rewards(images, ["a", "b"])[1][name].tolist() == [0.75, 0.75]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -1053,6 +1083,18 @@ def test_a_measure_that_falls_while_the_reward_rises_is_warned_of_once(tmp_path)
         ({"reward_funcs": 3}, "reward_funcs has an object of type int: give names, functions or classes"),
         ({"reward_funcs": [bright, None]}, "reward_funcs has an object of type NoneType"),
         ({"reward_funcs": []}, "reward_funcs is empty"),
+        ({"reward_funcs": Scaled}, "reward Scaled: missing a required argument: 'scale'; its options are scale"),
+        (with_bright(options={"scale": 2}), "reward bright: got an unexpected keyword argument 'scale'"),
+        (with_bright(isolate=True), "reward bright was given as an object, which no other process has"),
+        (with_bright(remote="http://node2:8000"), "reward bright was given as an object, which no other process has"),
+        ({"callbacks": Scaled(1)}, "callbacks is of type Scaled: give a list of objects"),
+        ({"callbacks": [Narrow()]}, r"on_step_end of the callback Narrow takes \(args, state, control\): let it take"),
+        ({"train_dataset": PromptSet(["a", ""], [{}, {}])}, "the PromptSet, item 2: '' is not a prompt"),
+        ({"train_dataset": PromptSet([], [])}, "the PromptSet holds no prompts"),
+        (
+            {"train_dataset": PromptSet(["a"], [{"images": 1}])},
+            "the PromptSet has a column `images`, a name that is reserved",
+        ),
     ],
 )
 def test_a_wrong_argument_is_one_sentence(arguments, sentence):

@@ -40,6 +40,10 @@ def find_config(path: str | Path) -> Path:
     Raises:
         FlowGRPOError: there is none.
     """
+    if not isinstance(path, str | Path):
+        raise FlowGRPOError(
+            f"the config is of type {type(path).__name__}: give the path of a file, or FlowGRPOConfig(...) settings."
+        )
     for candidate in (Path(path), bundled_file(f"{path}.yaml"), bundled_file(str(path))):
         if candidate.is_file():
             return candidate

@@ -77,6 +77,8 @@ def _with_microbatch(stage: Any, values: dict[str, Any], size: int) -> Any:
 
 def check_form(pairs: list[str]) -> None:
     """Check that all are `key.sub=value` pairs. FlowGRPOError with the pair to write."""
+    if not isinstance(pairs, list | tuple) or not all(isinstance(pair, str) for pair in pairs):
+        raise FlowGRPOError(f"the overrides are {pairs!r}: give a list of texts, such as ['optimizer.lr=1e-4'].")
     for pair, following in zip(pairs, [*pairs, ""][1:], strict=True):
         key, equals, text = _split(pair)
         if not equals or not key:

@@ -52,7 +52,11 @@ def path_text(text: str) -> str:
         raise PydanticCustomError("path", "there is no home folder for ~: set HOME, or give the whole path") from error
 
 
-PathText = Annotated[str, AfterValidator(path_text)]
+PathText = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if isinstance(value, PurePath) else value, json_schema_input_type=str),
+    AfterValidator(path_text),
+]
 
 
 class ConfigSection(BaseModel):
@@ -250,7 +254,7 @@ Prompts = (
     Annotated[
         Annotated[PathText, Tag("str")] | Annotated[list[PromptSet], Tag("list")],
         Discriminator(  # so that an error is about the type that is meant
-            lambda value: type(value).__name__,
+            lambda value: "str" if isinstance(value, PurePath) else type(value).__name__,
             custom_error_type="prompts",
             custom_error_message="it should be a file or a list of prompt sets",
         ),

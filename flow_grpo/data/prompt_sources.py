@@ -80,6 +80,9 @@ def load_prompts(source: Prompts, image_column: str = IMAGE_COLUMN) -> PromptSet
         FlowGRPOError: there is no such file or data set, or it has no prompts, no column for them, or a value that is no prompt or image.
     """
     if isinstance(source, PromptSet):
+        reserved = {*RESERVED_COLUMNS, *(DERIVED if any(map(images_of, source.prompts)) else ())}
+        _check_columns(itertools.chain.from_iterable(source.metadata), reserved, "the PromptSet")
+        _check_prompts(source.prompts, [f"item {number}" for number in range(1, len(source) + 1)], "the PromptSet")
         return source
     if isinstance(source, str | Path):
         return _prompts_of(read_source(str(source)), str(source), image_column)
@@ -97,12 +100,7 @@ def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
     if has_images:
         images = read_images([row[image_column] for row in table.rows], table, name, image_column)
     texts = [row[column] for row in table.rows]
-    invalid = next((i for i, text in enumerate(texts) if not _is_prompt(text)), None)
-    if invalid is not None:
-        raise FlowGRPOError(
-            f"{name}, {table.locations[invalid]}: {repr(texts[invalid])[:80]} is not a prompt: every prompt must be a text that is not "
-            "empty."
-        )
+    _check_prompts(texts, table.locations, name)
     dropped = {column, image_column} - ({FILE_NAME} if is_caption else set())
     metadata = [{key: value for key, value in row.items() if key not in dropped} for row in table.rows]
     notes = []
@@ -111,6 +109,17 @@ def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
         notes.append(f"{name}: the column `{visible(column)}` is taken as the prompt{without}.")
     prompts = [with_images(text, sources) for text, sources in zip(texts, images, strict=True)]
     return PromptSet(prompts, metadata, tuple(notes))
+
+
+def _check_prompts(texts: Sequence[Any], locations: Sequence[str], name: str) -> None:
+    """FlowGRPOError if there are no prompts, or one of them is no text or empty."""
+    if not texts:
+        raise FlowGRPOError(f"{name} holds no prompts.")
+    invalid = next((i for i, text in enumerate(texts) if not _is_prompt(text)), None)
+    if invalid is not None:
+        raise FlowGRPOError(
+            f"{name}, {locations[invalid]}: {repr(texts[invalid])[:80]} is not a prompt: every prompt must be a text that is not empty."
+        )
 
 
 def _check_columns(columns: Iterable[str], reserved: Collection[str], name: str) -> None:

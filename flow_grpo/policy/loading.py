@@ -1,6 +1,5 @@
 """Load a policy, add what a run trains, check guidance and size; save it as a complete diffusers model with its LoRA merged."""
 
-import math
 import shutil
 import threading
 from importlib.metadata import version
@@ -12,6 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils.peft_utils import recurse_remove_peft_layers
 
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.loading import read_json
 from flow_grpo.config.sections import LoraConfig, MemoryConfig
 from flow_grpo.errors import FlowGRPOError
@@ -41,7 +41,7 @@ def load_policy(
     dtype: str = "auto",
     lora: str | Path | None = None,
     guidance: float = 1.0,
-    memory: MemoryConfig | None = None,
+    memory: MemoryConfig | dict[str, Any] | None = None,
     prompts: list[str] | None = None,
     **call: Any,
 ) -> Policy:
@@ -55,19 +55,16 @@ def load_policy(
             and fp32 elsewhere; of a loaded pipeline auto is its own. A LoRA is always float32.
         lora: a saved LoRA, as `Policy.load_lora` takes it.
         guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
-        memory: device placement, quantisation, gradient checkpointing.
+        memory: device placement, quantisation, gradient checkpointing, as in the config's section.
         prompts: all prompts that will be used. If their embeddings are all on disk, the text encoders are not loaded.
         call: arguments of every pipeline call (height, width, max_sequence_length ...).
 
     Raises:
-        FlowGRPOError: there is no such model, or it is not a flow.
+        FlowGRPOError: there is no such model, it is not a flow, or an argument has a value that the setting of its name does not take.
     """
-    if dtype not in ("auto", *DTYPES):
-        raise FlowGRPOError(f"unknown dtype {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
-    if not math.isfinite(guidance):
-        raise FlowGRPOError(f"guidance={guidance} is not a finite number: set one, or 1 for none.")
+    sizes = {name: call[name] for name in ("height", "width") if name in call}
+    memory = FlowGRPOConfig(dtype=dtype, guidance=guidance, memory=memory or {}, **sizes).memory
     device = usable_device(device)
-    memory = memory or MemoryConfig()
     embeddings = EmbeddingCache()
     with LOADING, quietly():
         if isinstance(model, DiffusionPipeline):
@@ -138,8 +135,8 @@ def pipeline_of(model: object) -> DiffusionPipeline | None:
     pipe = model.pipe if isinstance(model, Policy) else model
     if not isinstance(pipe, DiffusionPipeline):
         raise FlowGRPOError(
-            f"model is a {type(model).__name__}: give a diffusers folder, a hub id, the name of a bundled model, a pipeline of diffusers "
-            "or a flow_grpo.Policy."
+            f"model is of type {type(model).__name__}: give a diffusers folder, a hub id, the name of a bundled model, a pipeline of "
+            "diffusers or a flow_grpo.Policy."
         )
     return pipe
 

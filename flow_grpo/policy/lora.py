@@ -295,10 +295,10 @@ class Lora:
         Args:
             write: False on processes that leave the writing to another one.
         """
-        if not write:
-            return folder
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / (PEFT_WEIGHTS if self.prefix_in_files == lora_file.PEFT_PREFIX else WEIGHTS)
+        if not write:
+            return file
+        folder.mkdir(parents=True, exist_ok=True)
         header = lora_header(type(self.pipe).__name__)
         for component in (TRANSFORMER, *self.experts):
             of_component = file if component == TRANSFORMER else folder / expert_weights(component)

@@ -127,6 +127,8 @@ class FlowPipeline:
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt. FlowGRPOError if the pipeline can't take its images."""
+        if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+            raise FlowGRPOError(f"{repr(prompts)[:80]} is no list of prompts: give one of texts.")
         if self.family.needs_image or any(map(images_of, prompts)):
             self.check_images(prompts)
         return self.encoder.encode(prompts)
@@ -142,6 +144,8 @@ class FlowPipeline:
 
         This is the first call that a run makes: FlowGRPOError if the pipeline cannot be called with these arguments.
         """
+        if not isinstance(steps, int) or steps < 1:
+            raise FlowGRPOError(f"{steps!r} sampling steps: give a whole number of 1 or more.")
         rows = torch.zeros(1, dtype=torch.long)
         try:
             probe = self.encode(self.probe_prompts[:1])

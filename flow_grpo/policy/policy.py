@@ -9,8 +9,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError
+from flow_grpo.files import expanded, write_errors
 from flow_grpo.image_prompt import with_images
 from flow_grpo.policy.families import denoisers
 from flow_grpo.policy.hub import resolve_lora
@@ -67,7 +69,8 @@ class Policy(FlowPipeline):
     # -- what is trained ----------------------------------------------------------------------------------------------
 
     def add_lora(self, rank: int, alpha: float, targets: list[str] | Literal["all"] | None, seed: int) -> None:
-        """Add a LoRA, as `Lora.add` does."""
+        """Add a LoRA, as `Lora.add` does. FlowGRPOError also for a value that the settings of `lora` do not take."""
+        FlowGRPOConfig(lora={"rank": rank, "alpha": alpha, "targets": targets}, seed=seed)
         self.lora.add(rank, alpha, targets, seed)
 
     @property
@@ -179,13 +182,20 @@ class Policy(FlowPipeline):
             self.lora.load(source, file, str(path), adapter)
         check_weights(self.lora.parameters(adapter), f"the LoRA {path}")
 
-    def save(self, folder: Path, write: bool = True) -> Path:
+    def save(self, folder: str | Path, write: bool = True) -> Path:
         """Write what is trained, a LoRA or the transformer, as `load_lora` and diffusers read it. Returns the file or folder.
 
         Args:
             write: False on processes that only help to gather the weights.
+
+        Raises:
+            FlowGRPOError: nothing is trained, or the folder can't be written.
         """
-        return self.trained.save(folder, write)
+        if not (self.has_lora or self.is_full_finetuning):
+            raise FlowGRPOError("the policy has no trained weights to save: add a LoRA by policy.add_lora(...).")
+        folder = expanded(folder)
+        with write_errors(folder):
+            return self.trained.save(folder, write)
 
     def adapter_state(self, adapter: str = TRAINED, keep_on_this_rank: bool = True) -> dict[str, Tensor]:
         """The full (unsharded) trained parameters on the CPU.

@@ -5,7 +5,8 @@ the main process; what a callback asks for in `control` is done by all processes
 and the callback's traceback.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,13 +66,20 @@ class CallbackList:
         is_evaluated: whether the run has held-out prompts.
 
     Raises:
-        FlowGRPOError: a callback without any of the methods in `EVENTS`.
+        FlowGRPOError: a callback without any of the methods in `EVENTS`, or with one that takes other arguments.
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], args: FlowGRPOConfig, model: Any, processes: Processes, is_evaluated: bool = False
+        self,
+        callbacks: Sequence[Any] | None,
+        args: FlowGRPOConfig,
+        model: Any,
+        processes: Processes,
+        is_evaluated: bool = False,
     ) -> None:
-        self.callbacks, self.model, self.processes = list(callbacks), model, processes
+        if not isinstance(callbacks, Iterable | None):
+            raise FlowGRPOError(f"callbacks is of type {type(callbacks).__name__}: give a list of objects.")
+        self.callbacks, self.model, self.processes = list(callbacks or ()), model, processes
         self.args = CallbackArguments(args, is_evaluated)
         self.state = TrainerState(max_steps=args.steps, is_world_process_zero=processes.is_main)
         self.control = TrainerControl()
@@ -80,6 +88,8 @@ class CallbackList:
                 raise FlowGRPOError(
                     f"the callback {callback!r} has none of the methods {', '.join(EVENTS)}: give an object of a class that has one."
                 )
+            for event in EVENTS:
+                _check_arguments(callback, event)
 
     def call(self, event: str, **details: dict[str, float]) -> None:
         """Call the method `event` of all callbacks that have it, each with a copy of `details`, dicts, as keyword arguments."""
@@ -110,3 +120,19 @@ class CallbackList:
         """The requests of the callbacks since the last call, equal on all processes. Every process must call it."""
         control, self.control = self.control, TrainerControl()
         return self.processes.all_gather(control)[0] if self.callbacks else control
+
+
+def _check_arguments(callback: Any, event: str) -> None:
+    """Raise FlowGRPOError if a callback's method can't be called as `CallbackList` calls it."""
+    method, details = getattr(callback, event, None), {"on_log": ("logs",), "on_evaluate": ("metrics",)}
+    try:
+        takes = inspect.signature(method) if callable(method) else None
+    except ValueError:  # of a function that is not written in Python
+        return
+    try:
+        if takes is not None:
+            takes.bind(None, None, None, **dict.fromkeys(("model", *details.get(event, ()))))
+    except TypeError:
+        raise FlowGRPOError(
+            f"{event} of the callback {type(callback).__name__} takes {takes}: let it take (args, state, control, **kwargs)."
+        ) from None

@@ -31,7 +31,7 @@ from flow_grpo.policy.memory import repeated_blocks
 from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import Reward, WeightedSum
-from flow_grpo.rewards.loading import import_path
+from flow_grpo.rewards.loading import import_path, load_given
 from flow_grpo.run_folder.reader import compiled_of, dtype_of
 from flow_grpo.text import counted, duration, suggest
 from flow_grpo.training.anchors import add_references
@@ -50,10 +50,14 @@ HUMAN = "human"  # the reward that asks a person
 COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
 
 
-def load_reward(name: str, setting: RewardConfig) -> Reward:
-    """A reward that runs where its settings say: on other machines, in a process of its own, or in this process."""
-    where = {"remote": setting.remote, "isolate": setting.isolate, "frames": setting.frames}
-    return reward_kit.load(name, **{**where, **setting.options})
+def load_reward(name: str, setting: RewardConfig, given: Any = None) -> Reward:
+    """A reward that runs where its settings say: on other machines, in a process of its own, or in this process.
+
+    Args:
+        given: the function or class, if it is not to be found by its name.
+    """
+    settings = {"remote": setting.remote, "isolate": setting.isolate, "frames": setting.frames, **setting.options}
+    return reward_kit.load(name, **settings) if given is None else load_given(name, given, **settings)
 
 
 def reason_not_to_call(name: str, reward: Reward) -> str | None:
@@ -100,7 +104,9 @@ def build_rewards(
     functions = {}
     for name, (item, setting) in {**measured, **trained}.items():
         with phase(f"loading reward {name}"):
-            functions[metric_name[name]] = load(item, setting) if isinstance(item, str) else item
+            functions[metric_name[name]] = (
+                load(item, setting) if isinstance(item, str) else load_reward(name, setting, given=item)
+            )
     weights = dict.fromkeys(functions, 0.0)
     weights |= {metric_name[name]: setting.weight for name, (_, setting) in trained.items()}
     settings = {**args.evaluation.rewards, **args.rewards}
@@ -112,7 +118,7 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
     """Name -> function, class or importable name, and its settings."""
     if reward_funcs is None:
         return {name: (name, setting) for name, setting in args.rewards.items()}
-    functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+    functions = _listed(reward_funcs)
     if wrong := next((type(item).__name__ for item in functions if not (callable(item) or isinstance(item, str))), None):
         raise FlowGRPOError(f"reward_funcs has an object of type {wrong}: give names, functions or classes.")
     if not functions:
@@ -128,6 +134,10 @@ def _trained_rewards(args: FlowGRPOConfig, reward_funcs: Any) -> dict[str, tuple
     if len(trained) < len(functions):
         raise FlowGRPOError("two of reward_funcs have the same name: give each function or class its own name.")
     return trained
+
+
+def _listed(reward_funcs: Any) -> list[Any]:
+    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
 
 
 def _name_of(function: Any) -> str:
@@ -337,7 +347,7 @@ def build_run(
     processes = Processes.from_environment(args.device)
     with processes.together():  # an error on one machine is reported by all
         pipe = pipeline_of(model)
-        model_args = args.with_model(str(model or args.model) if pipe is None else hub.model_name(pipe))
+        model_args = args.with_model(str(args.model if model is None else model) if pipe is None else hub.model_name(pipe))
         prompts = model_args.training_prompts if train_dataset is None else train_dataset
         train_set = load_run_prompts(prompts)
         keeps_model = model is None or (pipe is not None and "model" in args.model_fields_set)
@@ -376,7 +386,7 @@ def build_run(
             eval_set,
             model=policy.pipe.name_or_path,
             dtype=policy.dtype,
-            reward_funcs=reward_funcs if isinstance(reward_funcs, list) else [reward_funcs or ""],
+            reward_funcs=_listed(reward_funcs or ""),
         )
         return RunParts(
             args=args,

@@ -59,7 +59,7 @@ def test_the_model_is_loaded_in_the_dtype_and_with_the_guidance_that_were_asked_
     guided = load_policy("tiny", dtype="fp32", guidance=1.5)
     assert guided.call["guidance_scale"] == 1.5
     assert guided.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ValueError, match="unknown dtype 'fp8'; choose one of auto, fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match="dtype is 'fp8', but it should be 'auto', 'fp32', 'bf16' or 'fp16'"):
         load_policy("tiny", dtype="fp8")
 
 

@@ -209,7 +209,7 @@ def test_inputs_are_cast_by_peft_only_without_autocast(dtype, cast):
 
 
 def test_a_save_that_only_helps_others_writes_nothing(policy, tmp_path):
-    assert policy.save(tmp_path / "none", write=False) == tmp_path / "none"
+    assert policy.save(tmp_path / "none", write=False) == tmp_path / "none" / WEIGHTS
     assert not (tmp_path / "none").exists()
     for _ in range(2):  # over what is there
         assert policy.save(tmp_path / "a" / "b") == tmp_path / "a" / "b" / WEIGHTS
@@ -287,4 +287,4 @@ def test_a_lora_for_other_modules_and_unknown_targets_are_refused(policy, tmp_pa
 def test_a_lora_that_memory_cannot_hold_is_refused_before_it_is_made(policy):
     policy.reset_to_base()
     with pytest.raises(FlowGRPOError, match=r"lora\.rank=100000000: the LoRA alone would take"):
-        policy.add_lora(100_000_000, 1, None, seed=0)
+        policy.lora.add(100_000_000, 1, None, seed=0)

@@ -93,7 +93,7 @@ def test_settings_that_a_loaded_pipeline_comes_too_late_for_are_refused(setting,
 
 
 def test_a_model_that_is_none_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="model is a int: give a diffusers folder"):
+    with pytest.raises(ValueError, match="model is of type int: give a diffusers folder"):
         FlowGRPOTrainer(3, brightness, settings(tmp_path), train_dataset=["a", "b"])
 
 
