@@ -40,7 +40,7 @@ Height = Annotated[
     ),
 ]
 Guidance = Annotated[
-    float | None, typer.Option(help="Guidance scale, 1 is off; by default that of evaluation.", show_default=False)
+    float | None, typer.Option(help="Guidance scale, 1 or less is off; by default that of evaluation.", show_default=False)
 ]
 Width = Annotated[int | None, typer.Option(min=1, help="Width in pixels; same default as --height.", show_default=False)]
 

@@ -275,7 +275,7 @@ class EvaluationConfig(ConfigSection):
     steps: Annotated[int, Field(ge=1, le=10_000)] = 40
     """Sampling steps in evaluation, of the deterministic ODE."""
     guidance: float | None = None
-    """Guidance scale of the held-out images, and of `sample`; that of training if not given. 1 is off."""
+    """Guidance scale of the held-out images, and of `sample`; that of training if not given. 1 or less is off."""
     rewards: dict[str, RewardConfig] = {}
     """Rewards that are measured in addition to the trained ones, but not trained on."""
 

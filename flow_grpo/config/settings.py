@@ -41,8 +41,8 @@ class RunSettings(ConfigSection):
     width: Pixels | None = None
     """Width of the images in pixels."""
     guidance: float = 1.0
-    """Guidance scale of the trained velocity, and of rollouts and evaluation unless sampling.guidance or evaluation.guidance is given; 1 is
-    off."""
+    """Guidance scale of the trained velocity, and of rollouts and evaluation unless sampling.guidance or evaluation.guidance is given; 1 or
+    less is off."""
     pipeline_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of every pipeline call, such as max_sequence_length or negative_prompt."""
     prompts: Prompts = Field(default_factory=_bundled_prompts)

@@ -54,7 +54,7 @@ def load_policy(
         dtype: of the base weights and of autocast: fp32, bf16, fp16, or auto, which is bf16 where the device is faster in it
             and fp32 elsewhere; of a loaded pipeline auto is its own. A LoRA is always float32.
         lora: a saved LoRA, as `Policy.load_lora` takes it.
-        guidance: guidance scale, whatever the pipeline's argument for it is called; 1 is off.
+        guidance: guidance scale, whatever the pipeline's argument for it is called; 1 or less is off.
         memory: device placement, quantisation, gradient checkpointing, as in the config's section.
         prompts: all prompts that will be used. If their embeddings are all on disk, the text encoders are not loaded.
         call: arguments of every pipeline call (height, width, max_sequence_length ...).

@@ -46,7 +46,7 @@ class FlowPipeline:
 
     Args:
         dtype: of autocast, which is off for float32.
-        guidance: guidance scale, whatever the pipeline calls it; 1 is off.
+        guidance: guidance scale, whatever the pipeline calls it; 1 or less is off.
         embedding_cache: keeps encoded prompts; by default one in memory.
         offload: keep the text encoders on the CPU while no prompt is encoded.
         call: arguments of every pipeline call, such as height, width and max_sequence_length.
