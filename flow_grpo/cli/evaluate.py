@@ -118,6 +118,7 @@ def evaluate(
     for target in resolved:
         for line in target.image_set.note.splitlines() if isinstance(target, ImageTarget) else ():
             say(line)
+    _say_different_settings({t.name: t.image_set.settings for t in resolved if isinstance(t, ImageTarget)})
     models = [target for target in resolved if isinstance(target, ModelTarget)]
     if not trust:
         check_found_configs(models, uses_rewards=not reward, uses_prompts=not prompts)
@@ -139,6 +140,19 @@ def evaluate(
         say(f"{result.name}: {counted(len(result.rows), 'image')}")
     scorecard = build_scorecard(measured, {target.name: reference(target, resolved).name for target in resolved[1:]})
     _write(scorecard, folder, settings, _warnings(reward_sum, to_generate, kept))
+
+
+def _say_different_settings(settings: dict[str, dict[str, str]]) -> None:
+    """Print which settings of sampling, by target, are not the same in images that are compared."""
+    names = dict.fromkeys(name for stated in settings.values() for name in stated)
+    different = [n for n in names if len({stated[n] for stated in settings.values() if n in stated}) > 1]
+    if different:
+        parts = [
+            f"{target} has {', '.join(f'{name} {stated[name]}' for name in different if name in stated)}"
+            for target, stated in settings.items()
+            if stated.keys() & set(different)
+        ]
+        say(f"warning: the images were sampled by different settings: {'; '.join(parts)}.")
 
 
 def _default_folder(words: list[str]) -> Path:

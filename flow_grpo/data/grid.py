@@ -53,6 +53,12 @@ def prompt_of(parameters: str | None) -> str | None:
     return parameters[: settings.start()].split("\nNegative prompt: ")[0].strip() or None
 
 
+def sampling_settings(parameters: str | None) -> dict[str, str]:
+    """Of the settings in such a text those that images which are compared should share, by AUTOMATIC1111's names."""
+    line = (parameters or "").rstrip().rpartition("\n")[2]
+    return dict(re.findall(r"(?:^|, )(Steps|CFG scale|Size): ([^,]+)", line))
+
+
 def rows_and_columns(parameters: str | None, width: int, height: int) -> tuple[int, int] | None:
     """Of a grid of AUTOMATIC1111, by the `Size` of its images in such a text: they adjoin. None for a single, maybe enlarged, image."""
     stated = re.search(r"\bSize: (\d+)x(\d+)\b", parameters or "")

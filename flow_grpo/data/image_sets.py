@@ -20,6 +20,7 @@ from flow_grpo.data.grid import (
     prompt_of,
     read_cells,
     rows_and_columns,
+    sampling_settings,
     shows_videos,
     to_bytes,
 )
@@ -54,6 +55,7 @@ class FoundImage:
         prompt, seed, metadata: as a table has them, if there is one.
         caption: the text of the file beside it with the same name.
         had_source: whether it was made of a prompt with images.
+        settings: by which it was sampled, as far as it states them.
     """
 
     file: Path
@@ -62,6 +64,7 @@ class FoundImage:
     metadata: dict = field(default_factory=dict)
     caption: str | None = None
     had_source: bool = False
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -306,10 +309,12 @@ class ImageSet(ImageRecords):
 
     Attributes:
         note: for the user: how a grid image that `sample` did not write was cut, or which rows of the prompts have no image.
+        settings: those by which all images were sampled, as far as they state them.
     """
 
     pixels: Tensor  # (B, 3, H, W) uint8
     note: str = ""
+    settings: dict[str, str] = field(default_factory=dict)
 
     def images(self, rows: Sequence[int] | None = None) -> Tensor:
         """These rows, by default all: (n, 3, H, W) in [0, 1]."""
@@ -347,6 +352,7 @@ def read(
 
 def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, promptless: bool) -> ImageSet:
     image = open_image(file)
+    settings = sampling_settings(image.info.get(FIELD))
     if has_prompts(image):
         _check_no_videos(image, file)
         stored, cells = read_cells(image, file)
@@ -354,7 +360,15 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         labels = _labels(file.name, len(cells))
         texts, metadata = join_prompts(labels, [cell.prompt for cell in cells], prompts, file)
         lacks_sources = _lacks_sources(texts, [cell.had_source for cell in cells])
-        return ImageSet(labels, texts, [cell.seed for cell in cells], metadata, pixels, lacks_sources=lacks_sources)
+        return ImageSet(
+            labels,
+            texts,
+            [cell.seed for cell in cells],
+            metadata,
+            pixels,
+            lacks_sources=lacks_sources,
+            settings=settings,
+        )
     if prompts is None:
         prompts = caption_of(file)[0] or _stated_prompt(file, image)
     if prompts is None and not promptless:
@@ -378,7 +392,7 @@ def _from_grid(file: Path, prompts: PromptSet | str | None, grid: GridOptions, p
         verb = "has" if empty == 1 else "have"
         note += f"; the last {counted(empty, 'image')} of the {len(indices)} {verb} the colour of the gutters alone"
     labels = _labels(file.name, len(indices))
-    return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=f"{file.name}: {note}")
+    return ImageSet(labels, texts, [None] * len(indices), metadata, pixels, note=f"{file.name}: {note}", settings=settings)
 
 
 def _prompt_indices(layout: GridLayout, prompts: int, file: Path) -> list[int]:
@@ -432,6 +446,11 @@ def _from_folder(folder: Path, prompts: PromptSet | str | None, grid: GridOption
         [row | image.metadata for row, image in zip(joined, images, strict=True)],
         _stack([image.file for image in found.images], pixels),
         note="\n".join(note for note in notes if note),
+        settings={
+            name: value
+            for name, value in images[0].settings.items()
+            if all(image.settings.get(name) == value for image in images)
+        },
         lacks_sources=_lacks_sources(texts, [image.had_source for image in images]),
     )
 
@@ -444,7 +463,8 @@ def _lacks_sources(prompts: Sequence[str], had_source: Sequence[bool]) -> bool:
 def _read_found(found: FoundImage, grid: GridOptions) -> tuple[np.ndarray, list[FoundImage], GridLayout | None]:
     """The images (n, H, W, 3) of a file, of which a grid has several, what is known of each, and how another program's grid was cut."""
     image = open_image(found.file)
-    found = replace(found, caption=found.caption or _stated_prompt(found.file, image))
+    caption = found.caption or _stated_prompt(found.file, image)
+    found = replace(found, caption=caption, settings=sampling_settings(image.info.get(FIELD)))
     if has_prompts(image):
         _check_no_videos(image, found.file)
         cells, stored = read_cells(image, found.file)

@@ -1,6 +1,7 @@
 """`flow-grpo sample`, `score` and `eval` through their real entry point."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from support.cli_process import run
 from support.embedded import PROMPTS
 from support.paths import SAMPLE_REWARDS
 
+from flow_grpo.cli.evaluate import evaluate
 from flow_grpo.cli.options import rewards_to_measure
 from flow_grpo.config import FlowGRPOConfig
-from flow_grpo.data.grid import read_grid
+from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.evaluation.targets import ModelTarget
 
 CAT = PROMPTS[0]
@@ -99,3 +101,26 @@ def test_rewards_of_all_runs_are_measured(trained):
     assert list(rewards_to_measure(None, args, models[:1])[0].rewards) == ["color", "brightness"]
     assert "shapes" in measured.drop_messages[0]
     assert scores is not None
+
+
+def test_eval_names_the_settings_in_which_sampled_images_differ(tmp_path, capsys):
+    made = {
+        "few": {"Steps": 4, "CFG scale": 1},
+        "many": {"Steps": 40, "CFG scale": 1},
+        "guided": {"Steps": 4, "CFG scale": 3.5},
+    }
+    for name, settings in made.items():
+        for seed in range(2):
+            save_image(
+                tmp_path / name / f"000{seed}_seed{seed}.png", torch.rand(3, 32, 32), ImageInfo(CAT, seed, "m"), settings
+            )
+
+    def warnings(*names: str) -> str:
+        evaluate([str(tmp_path / name) for name in names], reward=["color"], out=tmp_path)
+        return " ".join(capsys.readouterr().out.partition("warning: ")[2].partition("settings: ")[2].split())
+
+    folder = tmp_path.name
+    assert warnings("few", "many").startswith(f"{folder}/few has Steps 4; {folder}/many has Steps 40.")
+    assert warnings("few", "guided").startswith(f"{folder}/few has CFG scale 1; {folder}/guided has CFG scale 3.5.")
+    shutil.copytree(tmp_path / "few", tmp_path / "again")
+    assert warnings("few", "again") == ""
