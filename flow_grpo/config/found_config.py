@@ -1,7 +1,7 @@
 """Limits on a config.yaml that was found next to weights and not named by the user: anybody may have written it.
 
 Every run folder and every export holds a config.yaml, so a downloaded LoRA contains its author's. Reading it is harmless. What it names
-is not: a reward's file is code, and so is the `python` of an isolated one; a server receives the images; a folder is written to;
+is not: a reward's file is code, and so is the interpreter of an isolated one; a server receives the images; a folder is written to;
 weights of others are read by many libraries. So it may only name rewards of this package, with the weights that they name themselves or
 that open_clip names, unless the user trusts it. Overrides are the user's own settings.
 

@@ -195,6 +195,7 @@ def check_guidance(policy: Policy, guidance: float, hint: str) -> None:
         raise FlowGRPOError(f"{type(policy.pipe).__name__} has no guidance: {hint}")
 
 
+@quietly()  # diffusers warns that the long probe prompt is truncated
 @torch.no_grad()
 def _same_velocity(guided: FlowPipeline, unguided: FlowPipeline) -> bool:
     schedule, shape = guided.schedule(2)

@@ -1,7 +1,9 @@
 """A pipeline becomes a policy, or is refused in a sentence."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
+import diffusers.utils.logging as diffusers_logging
 import pytest
 import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
@@ -10,7 +12,7 @@ from support.embedded import CALL, LATENTS, euler, tiny_policy
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.policy import loading
 from flow_grpo.policy.hub import BUNDLED_MODELS
-from flow_grpo.policy.loading import load_policy
+from flow_grpo.policy.loading import check_guidance, load_policy
 from flow_grpo.policy.policy import Policy
 
 
@@ -61,6 +63,19 @@ def test_the_model_is_loaded_in_the_dtype_and_with_the_guidance_that_were_asked_
     assert guided.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(ValueError, match="dtype is 'fp8', but it should be 'auto', 'fp32', 'bf16' or 'fp16'"):
         load_policy("tiny", dtype="fp8")
+
+
+def test_a_check_of_guidance_logs_nothing_of_its_own_long_prompt(caplog):
+    verbosity = diffusers_logging.get_verbosity()
+    diffusers_logging.set_verbosity_warning()  # as in a program that imports diffusers
+    logging.getLogger("diffusers").addHandler(caplog.handler)
+    try:
+        check_guidance(load_policy("tiny", "cpu", "fp32", height=32, width=80), 2.0, "")
+        assert [record.getMessage()[:80] for record in caplog.records] == []
+        assert diffusers_logging.get_verbosity() == logging.WARNING
+    finally:
+        logging.getLogger("diffusers").removeHandler(caplog.handler)
+        diffusers_logging.set_verbosity(verbosity)
 
 
 def test_the_base_is_quantised_as_the_settings_say(monkeypatch):
