@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flow_grpo.errors import FlowGRPOError
-from flow_grpo.files import MAX_JSON, regular_bytes
+from flow_grpo.files import MAX_JSON, regular_bytes, seal_safetensors
 from flow_grpo.rewards.clip import TINY, OpenCLIP
 from flow_grpo.rewards.images import Images, Vote, in_batches, read_image
 from flow_grpo.rewards.networks import AUTO, check_keys, load_tensors
@@ -118,6 +118,7 @@ def fit(
     )
     Path(output).mkdir(parents=True, exist_ok=True)
     save_file({"weight": weight.float()}, Path(output) / WEIGHTS)
+    seal_safetensors(Path(output) / WEIGHTS)
     (Path(output) / SETTINGS).write_text(json.dumps(asdict(result), indent=2) + "\n")
     return result
 

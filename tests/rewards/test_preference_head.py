@@ -119,6 +119,12 @@ def test_a_fit_is_the_same_twice_and_the_seed_chooses_the_held_out_prompts(folde
     assert a != c
 
 
+def test_a_head_may_be_read_by_others_as_other_new_files_may(folder, tmp_path):
+    fit(folder / "votes.jsonl", tmp_path / "head")
+    weights, settings = (tmp_path / "head" / name for name in preference_head.FILES)
+    assert weights.stat().st_mode == settings.stat().st_mode
+
+
 def test_votes_on_one_prompt_stay_on_one_side(folder, tmp_path):
     """Two prompts of 3 and 21 votes: either all of one or all of the other are held out."""
     votes = [json.loads(line) for line in (folder / "votes.jsonl").read_text().splitlines()]
