@@ -20,7 +20,8 @@
       reward.png                      the curves
       report.html                     the report
       profile/                        a trace and a summary, with train --profile (tracking/profiler.py)
-      export/                         what `push_to_hub` uploads
+      export/                         what `export` without --out writes, and what `push_to_hub` uploads
+      eval.json, eval.md, eval.csv    what `eval` without --out writes (evaluation/scorecard.py)
       .lock, .owner.json              which process trains here (opening.py)
 
 An export has the run's config.yaml too, and flow_grpo.json with the list of its files.
