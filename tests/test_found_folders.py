@@ -122,7 +122,22 @@ def test_files_that_never_end_are_refused(tmp_path):
         read_json(tmp_path / "large.json")
 
 
-@pytest.mark.parametrize("name", ["a/b](javascript:alert(1))", "a/b<script>", "a/b c", "a/../b", "/a", "a/"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a/b](javascript:alert(1))",
+        "a/b<script>",
+        "a/b c",
+        "a/../b",
+        "/a",
+        "a/",
+        "a/b--c",
+        "a/b..c",
+        "a/.b",
+        "-a/b",
+        "a/b.git",
+    ],
+)
 def test_no_link_is_made_of_a_name_that_is_no_hub_id(name):
     assert not hub.looks_like_hub_id(name)
     assert hub.looks_like_hub_id("owner-1/model_2.0")

@@ -36,7 +36,8 @@ from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.text import has_password, natural_key, visible, without_passwords
 
 HTTPS = "https://"
-DATA_SET = re.compile(r"[\w.-]+/[\w.-]+|[\w-]+")  # a hub id of a data set
+# a hub id of a data set, which has no -- and no ..
+DATA_SET = re.compile(r"(?!.*(?:--|\.\.))(?:[\w.-]+/[\w.-]+|[\w-]+)")
 MAX_PROMPT_BYTES = 1 << 20  # of a file that is one prompt
 CAPTIONS = (".txt", ".caption")  # kohya's scripts have the second for the text of an image
 FOLDER_FILES, FILE_NAME = ("metadata.jsonl", "metadata.csv"), "file_name"  # of a folder of images, as `datasets` has them

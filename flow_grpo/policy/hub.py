@@ -14,7 +14,8 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
 from flow_grpo.config.loading import read_json
@@ -30,7 +31,6 @@ BUNDLED_MODELS = {"tiny": TINY / "pipeline", "tiny_shapes": TINY / "shapes" / "p
 WEIGHTS, PEFT_WEIGHTS = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"  # beside a LoRA in peft's format: its rank and alpha
 INDEX = "model_index.json"
-HUB_ID = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+", re.ASCII)
 MAX_ERROR_LENGTH = 400  # of another library's error, in characters
 SCALED = re.compile(r"(scale_weight|weight_scale|scaled_fp8|weight_scale_2)$")  # of tensors in fp8 files of other programs
 SHARD = r"(?:-\d+-of-\d+)?"
@@ -175,8 +175,16 @@ def resolve_lora(path: str | Path) -> tuple[str, str | None]:
 
 def looks_like_hub_id(name: str) -> bool:
     """Whether a name that is no file may be `owner/model`, and not a misspelt path."""
-    owner = name.partition("/")[0]
-    return HUB_ID.fullmatch(name) is not None and not Path(owner).is_dir()
+    return is_hub_id(name) and not Path(name.partition("/")[0]).is_dir()
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is `owner/model` as the hub allows it: without -- and .., and not ending in .git."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
 
 
 @dataclass(frozen=True)

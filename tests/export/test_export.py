@@ -451,6 +451,8 @@ def test_what_is_not_there_is_a_clear_error(run, tmp_path, monkeypatch):
         tiny_policy().load_lora(bare)
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr("flow_grpo.export.export.get_token", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me").mkdir(exist_ok=True)  # a folder of that name changes nothing
     with pytest.raises(ValueError, match="needs a token: log in by `hf auth login`, or set HF_TOKEN"):
         check_push("me/signs")
     with pytest.raises(ValueError, match="is no name for the hub"):
