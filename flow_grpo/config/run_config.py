@@ -186,6 +186,11 @@ class FlowGRPOConfig(RunSettings):
         guidance = self.held_out.guidance
         return {**self.pipeline_call_kwargs(), **({} if guidance is None else {"guidance": guidance})}
 
+    def without_auto_compile(self) -> "FlowGRPOConfig":
+        """With `memory.compile: false` in place of `auto`, for a few steps of a run that would be long enough to compile."""
+        compiles = self.memory.compile is True
+        return self.model_copy(update={"memory": self.memory.model_copy(update={"compile": compiles})})
+
     def to_yaml(self) -> str:
         """As YAML, every field with its value."""
         return dump_yaml(self.model_dump(mode="json"))

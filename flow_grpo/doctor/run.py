@@ -20,7 +20,7 @@ def run_checks(args: FlowGRPOConfig) -> Iterator[CheckSection]:
     Raises:
         FlowGRPOError: the run could not start.
     """
-    return RunChecks(FlowGRPOTrainer(args=args)).sections()
+    return RunChecks(FlowGRPOTrainer(args=args.without_auto_compile())).sections()
 
 
 def start_results(found: dict[str, list[str]]) -> list[CheckResult]:

@@ -88,7 +88,7 @@ def check_step_variance(
     known = stochastic_transitions()
     if refused := [name for name in transitions if name not in known]:
         raise FlowGRPOError(f"{refused[0]} is not a stochastic transition; choose from {', '.join(known)}.")
-    trainer = FlowGRPOTrainer(args=args)
+    trainer = FlowGRPOTrainer(args=args.without_auto_compile())
     stage = trainer.stage.args
     if not stage.objective.stepwise:
         raise FlowGRPOError(

@@ -8,7 +8,9 @@ from support.embedded import PROMPTS, short_model, short_run, tiny_policy
 from support.families import TINY, awake
 
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.doctor.run import run_checks
 from flow_grpo.policy import devices
+from flow_grpo.policy.policy import Policy
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import setup
 
@@ -157,6 +159,17 @@ def test_a_compiled_run_says_what_the_first_step_took_and_goes_on_compiled(tmp_p
     assert "compiled (as the run began)" in resumed.headline
     resumed.train(resume=True)
     assert "resumed with other settings: steps=3 (it was 2)\n" in capsys.readouterr().out
+
+
+def test_the_doctor_does_not_wait_for_a_compiler(tmp_path, monkeypatch, as_gpu):
+    seconds(monkeypatch, 0.0)
+    compiled = []
+    monkeypatch.setattr(Policy, "compile", lambda policy, **settings: compiled.append(settings))
+    run_checks(short_run(tmp_path))
+    assert not compiled
+    run_checks(short_run(tmp_path, "memory.compile=true"))
+    FlowGRPOTrainer(args=short_run(tmp_path))
+    assert compiled == [{"falls_back": False}, {"falls_back": True}]
 
 
 def test_a_run_that_began_without_goes_on_without(tmp_path, monkeypatch, as_gpu):
