@@ -229,7 +229,10 @@ class Lora:
             FlowGRPOError: it is damaged, of another kind or model, some of its layers have no place in the transformer, or there is a LoRA
                 already.
         """
-        with torch.device("cpu"):  # not on the meta device of `plan`
+        with (
+            torch.device("cpu"),
+            quietly(),
+        ):  # not on the meta device of `plan`; diffusers logs each name that it does not convert
             found = lora_file.read(lora_file.find_file(source, file), name or source)
             layers = {TRANSFORMER: self._place(found, TRANSFORMER)}
             for expert in self.experts:  # where its file is missing it gets a LoRA that changes nothing
@@ -257,6 +260,7 @@ class Lora:
     ) -> Iterator[dict[str, LoraLayer]]:
         if names := comfyui.FAMILIES.get(type(transformer).__name__):
             yield comfyui.from_comfyui(found.layers, names, shapes)
+            yield comfyui.from_comfyui(found.layers, comfyui.Names(names.whole), shapes)  # those of the model's authors
         if self.has_pipeline_loader:
             yield from lora_file.by_diffusers(found, type(self.pipe).lora_state_dict)
 

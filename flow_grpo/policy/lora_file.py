@@ -31,7 +31,7 @@ HEADER_CONFIG = "lora_adapter_metadata"  # the entry of a file's header in which
 PEFT_PREFIX, PIPELINE_PREFIX = "base_model.model.", "transformer."
 # before the name of a layer, and before one whose dots are underscores
 PREFIXES = (PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", PIPELINE_PREFIX, "module.")
-FLAT_PREFIXES = ("lora_transformer_", "lora_unet_", "transformer_")
+FLAT_PREFIXES = ("lora_transformer_", "lora_unet_", "lycoris_", "transformer_")
 TEXT_ENCODER = re.compile(r"(text_encoder(?:_\d)?|text_encoders\.\w+|lora_te\d?|clip_[lgh]|t5(?:xxl)?)[._]")
 DOWN = r"lora_A(?:\.\w+)?\.weight|lora_down\.weight|lora\.down\.weight|lora_linear_layer\.down\.weight"
 UP = r"lora_B(?:\.\w+)?\.weight|lora_up\.weight|lora\.up\.weight|lora_linear_layer\.up\.weight"
@@ -305,7 +305,9 @@ def place(
         only = lora.text_encoders and f": it has only layers of {' and '.join(lora.text_encoders)}"
         raise FlowGRPOError(f"the LoRA {lora.source} holds no weights for the transformer of this model{only or ''}.")
     placed, unmatched = _by_name(lora.layers, shapes)
-    for layers in converted if unmatched else ():
+    for layers in converted:
+        if not unmatched:
+            break
         again = _by_name(layers, shapes)
         if len(again[1]) < len(unmatched) and _weights(layers) == _weights(lora.layers):
             placed, unmatched = again

@@ -236,6 +236,26 @@ def test_a_file_for_comfyui_is_read_whole(name, tmp_path):
         torch.testing.assert_close(delta, 0.5 * right.up @ right.down, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["chroma", "krea2", "longcat"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_lora_by_the_names_of_the_models_authors_is_read_whole(name, flat, tmp_path):
+    """As kohya's scripts and ai-toolkit write it, also where diffusers converts only a part of the layers."""
+    pipe = TINY[name].build()
+    shapes = {layer: (one.out_features, one.in_features) for layer, one in linear_layers(pipe.transformer).items()}
+    lora = lora_on(shapes)
+    whole = comfyui.Names(FAMILIES[type(pipe.transformer).__name__].whole, keeps_others=True)
+    named, _ = to_comfyui(lora, whole, sizes(shapes))
+    short = {lora_file.strip_prefixes(layer): one for layer, one in named.items()}
+    start = "lora_unet_" if flat else OWN_PREFIX
+    written = {start + (layer.replace(".", "_") if flat else layer): one for layer, one in short.items()}
+    lora_file.write_named(tmp_path / "signs.safetensors", written, {}, torch.float32)
+    Lora(pipe, torch.float32, ()).load(str(tmp_path))
+    modules = dict(pipe.transformer.named_modules())
+    for layer, right in lora.items():
+        delta = modules[layer].get_delta_weight("default")
+        torch.testing.assert_close(delta, 0.5 * right.up @ right.down, rtol=1e-5, atol=1e-5)
+
+
 def test_layers_without_a_name_are_named():
     names = FAMILIES["WanTransformer3DModel"]
     lora = lora_on({"blocks.0.attn1.to_q": (4, 4), "vace_blocks.0.attn1.to_q": (4, 4)})

@@ -1,6 +1,7 @@
 """LoRA files of other programs: loaded whole, or refused in one sentence that says why."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ NAMES = {
     "ComfyUI with alpha": ({"prefix": "diffusion_model.", "alpha": 2}, 2 / RANK),
     "peft's names without a config": ({"prefix": "base_model.model."}, 1),
     "OneTrainer": ({"prefix": "lora_transformer_", "flat": True, "alpha": 1, **KOHYA}, 1 / RANK),
+    "LyCORIS": ({"prefix": "lycoris_", "flat": True, "alpha": 1, **KOHYA}, 1 / RANK),
     "kohya": ({"prefix": "lora_unet_", "flat": True, "alpha": RANK, **KOHYA}, 1),
     "an adapter's name": ({"prefix": "transformer.", "down": "lora_A.default", "up": "lora_B.default"}, 1),
     "old diffusers": ({"prefix": "transformer.", "down": "lora.down", "up": "lora.up"}, 1),
@@ -254,7 +256,9 @@ def test_fused_layers_are_split_by_diffusers(name, tmp_path):
     torch.testing.assert_close(torch.cat(parts), (0.5 if style else 1) * b @ a)
 
 
-def test_a_lora_of_the_last_layers_of_single_blocks_alone_is_read(tmp_path):
+def test_a_lora_of_the_last_layers_of_single_blocks_alone_is_read_without_a_warning(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, "diffusers")
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
     pipe = TINY["flux2_klein"].build()
     layer = pipe.transformer.get_submodule("single_transformer_blocks.0.attn.to_out")
     a, b = torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK)
@@ -262,3 +266,4 @@ def test_a_lora_of_the_last_layers_of_single_blocks_alone_is_read(tmp_path):
     Lora(pipe, torch.float32, ()).load(str(tmp_path))
     added = pipe.transformer.get_submodule("single_transformer_blocks.0.attn.to_out").get_delta_weight(TRAINED)
     torch.testing.assert_close(added, b @ a)
+    assert not caplog.messages
