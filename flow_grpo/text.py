@@ -70,7 +70,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A setting: numbers in short, – for none."""
+    """A setting as YAML writes it: numbers in short, – for none."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float):
         return f"{value:g}"
     return "–" if value is None or value == {} else str(value)

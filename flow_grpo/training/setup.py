@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -219,18 +219,19 @@ def dtype_and_reason(args: FlowGRPOConfig, policy: Policy) -> str:
     return f"{name} ({bf16_speedup():.1f} times as fast as float32 at a layer here)" if is_chosen else name
 
 
-def compile_and_reason(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> tuple[bool, str]:
+def compile_and_reason(
+    args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str
+) -> tuple[bool | Literal["auto"], str]:
     """Whether to compile the policy's blocks, and why, for the first line of a run; all processes do as the main one decides.
 
-    `memory.compile: auto` compiles on CUDA, unless settings are against it that were not measured, if that saves more time than it
-    takes. A resumed run goes on as it began.
+    On other devices than CUDA `memory.compile: auto` stays as it is, and compiles nothing. On CUDA it compiles if that saves more time
+    than it takes, unless a setting is against it that was not measured. A resumed run goes on as it began.
 
     Args:
         prompt: whose velocity is timed.
     """
-    compile_setting = args.memory.compile
-    if compile_setting != "auto" or policy.device.type not in COMPILED_DEVICES:
-        return compile_setting is True, ""
+    if args.memory.compile != "auto" or policy.device.type not in COMPILED_DEVICES:
+        return args.memory.compile, ""
 
     def decide() -> tuple[bool, str]:
         begun = compiled_of(Path(args.output_dir))
@@ -377,7 +378,7 @@ def build_run(
         check_size(policy, policy.call.get("height"), policy.call.get("width"))
         prepare_policy(policy, args, processes)
         compiles, reason = compile_and_reason(args, policy, processes, all_prompts[0])
-        if compiles:
+        if compiles is True:
             policy.compile(falls_back=args.memory.compile == "auto")
         args = args.model_copy(update={"memory": args.memory.model_copy(update={"compile": compiles})})
         inputs = digests_of_inputs(

@@ -284,6 +284,18 @@ def test_the_settings_are_those_that_differ_from_the_default(tmp_path):
     assert [name for name in rows if name.startswith("evaluation.rewards.clip")] == ["evaluation.rewards.clip.weight"]
 
 
+def test_settings_are_shown_as_yaml_writes_them(tmp_path):
+    run = synthetic_run(tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "memory": {"gradient_checkpointing": True}}))
+    rows = {row["name"]: row for row in summary.settings([RunReader(run)])}
+    assert (rows["memory.gradient_checkpointing"]["cells"], rows["memory.gradient_checkpointing"]["default"]) == (
+        ["true"],
+        "false",
+    )
+    assert "memory.compile" not in rows, "on a CPU, auto decides nothing"
+
+
 def test_the_settings_of_an_own_objective_on_final_images_are_shown(tmp_path):
     run = synthetic_run(tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
