@@ -16,8 +16,14 @@ from flow_grpo.text import suggest
 from flow_grpo.types import RATIO_DEVIATION, Loss, NoisedImage, TrainedStep
 
 
-def load_custom_function(kind: str, name: str) -> Callable:
-    """The user's function at an import path or in a file, as it is now. It raises only FlowGRPOError and gets copies."""
+@functools.cache
+def load_custom_function(kind: str, name: str) -> Callable | None:
+    """The user's function at an import path or in a file, which raises only FlowGRPOError and gets copies; None for a built-in name.
+
+    A function is kept until another run is built in this process, which reads the file again.
+    """
+    if not is_custom(name):
+        return None
     function = reward_kit.locate(kind, name)
     if not callable(function):
         raise FlowGRPOError(f"{kind} {name} is not a function.")
@@ -30,17 +36,13 @@ def load_custom_function(kind: str, name: str) -> Callable:
     return called
 
 
-def load_custom_functions(objective: Objective) -> dict[str, Callable]:
-    """The user's functions that an objective names, by kind: objective, advantage."""
-    named = {"objective": objective.name, "advantage": objective.advantage}
-    return {kind: load_custom_function(kind, name) for kind, name in named.items() if is_custom(name)}
-
-
 def check_custom_functions(objective: Objective) -> None:
     """Check that the user's objective and advantage are there and take their arguments. FlowGRPOError if not."""
     options = objective.options if isinstance(objective, CustomFunction) else {}
-    for kind, function in load_custom_functions(objective).items():
-        name, own = (objective.name, options) if kind == "objective" else (objective.advantage, {})
+    for kind, name, own in (("objective", objective.name, options), ("advantage", objective.advantage, {})):
+        function = load_custom_function(kind, name)
+        if function is None:
+            continue
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):  # of some functions that are written in C
@@ -54,8 +56,10 @@ def check_custom_functions(objective: Objective) -> None:
             raise FlowGRPOError(f"{kind} {name}: {error}.{hint}{takes}") from error
 
 
-def custom_loss(function: Callable, objective: CustomFunction, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
+def custom_loss(objective: CustomFunction, inputs: TrainedStep | NoisedImage, advantage: Tensor) -> Loss:
     """Call the user's objective, which returns a Loss or only its values (n,)."""
+    function = load_custom_function("objective", objective.name)
+    assert function
     result = function(inputs, advantage, **objective.options)
     value = result.value if isinstance(result, Loss) else result
     if not isinstance(value, Tensor) or value.shape != advantage.shape or not value.requires_grad:

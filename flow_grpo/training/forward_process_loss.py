@@ -1,7 +1,7 @@
 """The losses on final latents, noised afresh."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,7 +45,6 @@ class ForwardProcessLoss(BatchLoss):
     Args:
         microbatch: rows per forward pass.
         several_updates: whether the policy is updated more than once on these images.
-        function: the user's own objective, by default as it is in its file now.
     """
 
     def __init__(
@@ -58,10 +57,9 @@ class ForwardProcessLoss(BatchLoss):
         noise_levels: list[NoiseLevel],
         microbatch: int,
         several_updates: bool,
-        function: Callable | None = None,
     ) -> None:
         super().__init__(experience, conditioning, references)
-        self.needs, self.loss = objective.needs, objective_function(objective, function)
+        self.needs, self.loss = objective.needs, objective_function(objective)
         self.x0 = self.trajectory.final
         self.noise_levels, self.count = noise_levels, len(noise_levels)
         self.group, self.splits_groups = experience.batch.group, bool(microbatch % experience.rows_per_group)

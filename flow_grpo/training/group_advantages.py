@@ -16,6 +16,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.rewards import WeightedSum
 from flow_grpo.rewards.scoring import REWARDS_COLUMN
 from flow_grpo.run_folder.metrics_file import SHARE
+from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.types import Experience, GradientStates, PromptBatch, Scores, Trajectory
 
 MIN_REWARD_SHARE = 0.05  # of the advantage, for each trained reward
@@ -61,10 +62,10 @@ class GroupAdvantages(Comparer):
         method: the advantage's name, or the user's function.
     """
 
-    def __init__(self, args: FlowGRPOConfig, rewards: WeightedSum, function: Callable | None = None) -> None:
+    def __init__(self, args: FlowGRPOConfig, rewards: WeightedSum) -> None:
         self.args, self.rewards = args, rewards
         self.trains_on_zero_std_groups = args.trains_on_zero_std_groups
-        self.method = function or args.objective.advantage
+        self.method = load_custom_function("advantage", args.objective.advantage) or args.objective.advantage
 
     def __call__(self, batch: PromptBatch, trajectory: Trajectory, scores: Scores) -> Comparison:
         """Compare the images of a step; their trajectory is not used."""

@@ -16,7 +16,7 @@ from flow_grpo.distributed.processes import Processes
 from flow_grpo.policy.encoding import Conditioning
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.training.anchors import Anchors, Prediction, References
-from flow_grpo.training.custom_functions import custom_loss, load_custom_function
+from flow_grpo.training.custom_functions import custom_loss
 from flow_grpo.types import (
     RATIO_DEVIATION,
     Experience,
@@ -132,10 +132,9 @@ class StepLoss(BatchLoss):
         *,
         objective: Stepwise,
         clip: ClipRange,
-        function: Callable | None = None,
     ) -> None:
         super().__init__(experience, conditioning, references)
-        self.objective, self.loss, self.clip = objective, objective_function(objective, function), clip
+        self.objective, self.loss, self.clip = objective, objective_function(objective), clip
         self.count = len(self.trajectory.steps)
         if self.advantage.ndim == 1:
             self.advantage = self.advantage[:, None].expand(-1, self.count)
@@ -177,11 +176,9 @@ class StepLoss(BatchLoss):
         )
 
 
-def objective_function(objective: Stepwise | ForwardProcess, function: Callable | None = None) -> Callable[..., Loss]:
-    """An objective as a function of rows and advantages; `function` is the user's own, by default as it is in its file now."""
-    if not isinstance(objective, CustomFunction):
-        return objective.loss
-    return functools.partial(custom_loss, function or load_custom_function("objective", objective.name), objective)
+def objective_function(objective: Stepwise | ForwardProcess) -> Callable[..., Loss]:
+    """An objective as a function of rows and advantages."""
+    return functools.partial(custom_loss, objective) if isinstance(objective, CustomFunction) else objective.loss
 
 
 class LossMetrics:

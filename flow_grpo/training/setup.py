@@ -35,6 +35,7 @@ from flow_grpo.rewards.loading import import_path, load_given
 from flow_grpo.run_folder.reader import compiled_of, dtype_of
 from flow_grpo.text import counted, duration, suggest
 from flow_grpo.training.anchors import add_references
+from flow_grpo.training.custom_functions import load_custom_function
 from flow_grpo.training.inputs import digests_of_inputs
 from flow_grpo.training.start_checks import Start, make_checks
 
@@ -347,6 +348,7 @@ def build_run(
     """
     processes = Processes.from_environment(args.device)
     with processes.together():  # an error on one machine is reported by all
+        load_custom_function.cache_clear()  # a file may have been edited since an earlier run of this process
         pipe = pipeline_of(model)
         model_args = args.with_model(str(args.model if model is None else model) if pipe is None else hub.model_name(pipe))
         prompts = model_args.training_prompts if train_dataset is None else train_dataset

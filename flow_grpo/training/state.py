@@ -20,7 +20,6 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.run_folder import checkpoint, layout, opening
 from flow_grpo.text import first_line
 from flow_grpo.training.critic import Critic, CriticAdvantages
-from flow_grpo.training.custom_functions import load_custom_functions
 from flow_grpo.training.group_advantages import Comparer, GroupAdvantages, explain_small_share, logged_shares
 from flow_grpo.training.offline import GivenImages
 from flow_grpo.training.reward_gradients import GradientWeights, ImageMover, MendMover, OpsdMover
@@ -36,7 +35,6 @@ class Stage:
     Args:
         start: the first training step.
         rewards: the trained ones.
-        functions: of `load_custom_functions`; by default they are read now.
 
     Attributes:
         microbatch: images per forward pass of one process; less than that of the settings once memory ran out.
@@ -62,7 +60,6 @@ class Stage:
         rewards: WeightedSum,
         *,
         processes: Processes,
-        functions: dict[str, Callable] | None = None,
     ) -> None:
         self.start, self.args, self.policy, self.prompt_sampler = start, args, policy, prompt_sampler
         self.processes = processes
@@ -70,11 +67,10 @@ class Stage:
         self.has_advantage = True
         self._started, self._succeeded = 0.0, True
         self.given_images = GivenImages(policy, args, processes) if args.dataset is not None else None
-        functions = load_custom_functions(args.objective) if functions is None else functions
-        self.groups = GroupAdvantages(args, rewards, functions.get("advantage"))
+        self.groups = GroupAdvantages(args, rewards)
         self.compare, mover = self._comparer()
         self.sampler = ImageSampler(policy, args, rewards, processes, mover)
-        self.update = PolicyUpdate(policy, args, start, processes, functions.get("objective"))
+        self.update = PolicyUpdate(policy, args, start, processes)
         self.set_microbatch(args.microbatch)
         for name in [*self.update.policy_copies, *self.update.references.copies]:
             policy.lora.update_copy(name, 0.0)  # decay 0: a copy of the current policy
@@ -219,8 +215,6 @@ class RunState:
         self.folder = Path(args.output_dir)
         self.step = 0
         self.stages = args.resolved_stages()
-        # read once, so that a file that is edited while the run trains does not change it
-        self.functions = {start: load_custom_functions(stage.objective) for start, stage in self.stages}
         self.prompt_sampler = prompt_sampler
         start, first = self.stages[0]
         self.stage = self._start_stage(start, first)
@@ -232,15 +226,7 @@ class RunState:
             self.stage = self._start_stage(start, settings)
 
     def _start_stage(self, start: int, settings: FlowGRPOConfig) -> Stage:
-        return Stage(
-            start,
-            settings,
-            self.policy,
-            self.prompt_sampler,
-            self.rewards,
-            processes=self.processes,
-            functions=self.functions[start],
-        )
+        return Stage(start, settings, self.policy, self.prompt_sampler, self.rewards, processes=self.processes)
 
     def state_dict(self, keep_on_this_rank: bool = True) -> dict[str, Any]:
         """Everything that the next step depends on, by the keys that 0.3 wrote.

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,22 +142,13 @@ class PolicyUpdate:
     """Updates the trained weights from collected experience, for one stage of a run.
 
     Attributes:
-        function: the user's own objective; None to read its file at each call.
         microbatch: rows per forward pass.
         seconds: the time that the last call took.
         mid_step: whether weights have changed in a training step that is not finished.
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        args: FlowGRPOConfig,
-        stage_start: int,
-        processes: Processes,
-        function: Callable | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, args: FlowGRPOConfig, stage_start: int, processes: Processes) -> None:
         self.policy, self.args, self.stage_start, self.processes = policy, args, stage_start, processes
-        self.function = function
         self.optimizer = Optimizer(policy, args.optimizer, processes)
         self.references, self.policy_copies = References(policy, args.objective, stage_start), args.objective.policy_copies
         self.clip, self.calibrates_clip = ClipRange(), args.objective.has_auto_clip
@@ -193,14 +184,7 @@ class PolicyUpdate:
             conditioning = self.policy.encode(experience.batch.prompts)
         with self.policy.meter.timed("forward"):
             return loss_of_batch(
-                self.args,
-                experience,
-                conditioning,
-                self.references,
-                step=step,
-                clip=self.clip,
-                microbatch=self.microbatch,
-                function=self.function,
+                self.args, experience, conditioning, self.references, step=step, clip=self.clip, microbatch=self.microbatch
             )
 
     def _minibatches(self, experience: Experience) -> list[Minibatch]:
@@ -335,12 +319,11 @@ def loss_of_batch(
     step: int,
     clip: ClipRange,
     microbatch: int,
-    function: Callable | None = None,
 ) -> BatchLoss:
     """The loss of a run with these settings on the images of training step `step`."""
     objective = args.objective
     if isinstance(objective, Stepwise):
-        return StepLoss(experience, conditioning, references, objective=objective, clip=clip, function=function)
+        return StepLoss(experience, conditioning, references, objective=objective, clip=clip)
     if isinstance(objective, RewardGradient):
         return RewardGradientLoss(experience, conditioning, references, objective=objective)
     assert isinstance(objective, ForwardProcess)
@@ -352,5 +335,4 @@ def loss_of_batch(
         noise_levels=draw_noise_levels(experience, objective, seed=args.seed, step=step),
         microbatch=microbatch,
         several_updates=args.updates * args.epochs > 1,
-        function=function,
     )

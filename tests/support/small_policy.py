@@ -22,7 +22,6 @@ from flow_grpo.rewards import WeightedSum
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training.anchors import References
 from flow_grpo.training.critic import CriticAdvantages
-from flow_grpo.training.custom_functions import load_custom_functions
 from flow_grpo.training.forward_process_loss import ForwardProcessLoss
 from flow_grpo.training.group_advantages import GroupAdvantages
 from flow_grpo.training.losses import ClipRange, StepLoss
@@ -112,7 +111,7 @@ class Rollouts(FlowGRPOTrainer):
         self.prompt_sampler = PromptSampler(parts["prompts"], args.seed)
         self.image_sampler = ImageSampler(policy, args, rewards, self.processes)
         self.image_sampler.window = lambda step: window
-        groups = GroupAdvantages(args, rewards, load_custom_functions(args.objective).get("advantage"))
+        groups = GroupAdvantages(args, rewards)
         compare = groups if parts["critic"] is None else CriticAdvantages(policy, parts["critic"], groups)
         stage = SimpleNamespace(args=args, sampler=self.image_sampler, compare=compare, given_images=None)
         self.state = SimpleNamespace(step=0, stage=stage)

@@ -501,8 +501,9 @@ def test_what_is_reported_keeps_no_graph():
 # -- functions of one's own -------------------------------------------------------------------------------------------------
 
 
-def test_a_function_of_ones_own_is_found_and_raises_sentences():
-    assert callable(load_custom_function("objective", f"{OWN}:matching"))
+def test_a_function_of_ones_own_is_found_once_and_raises_sentences(tmp_path):
+    assert load_custom_function("objective", "grpo") is None
+    assert load_custom_function("objective", f"{OWN}:matching") is load_custom_function("objective", f"{OWN}:matching")
     with pytest.raises(ValueError, match=r"objective .*:torch is not a function\."):
         load_custom_function("objective", f"{OWN}:torch")
     with pytest.raises(ValueError, match=r"advantage .*:raises raised KeyError: 'loss'"):
