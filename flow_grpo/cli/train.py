@@ -105,9 +105,8 @@ def _check(args: "FlowGRPOConfig", num_processes: int, resume: bool | str | None
 
     for line in dry_run(args, num_processes):
         say(line)
-    check_output(
-        Path(args.output_dir), resume
-    )  # last: a run of the same settings is often there, and would hide every other error
+    # last: a run of the same settings is often there, and would hide every other error
+    check_output(Path(args.output_dir), resume)
 
 
 @without_library_messages
