@@ -91,9 +91,10 @@ def check_full_finetuning(args: RunSettings) -> None:
     """Raise FlowGRPOError if settings conflict with `lora: null`, which trains all weights."""
     if args.lora is not None:
         return
-    if args.objective.needs.old_policy:
+    if args.objective.policy_copies:
         raise FlowGRPOError(
-            f"objective {args.objective.name} keeps its old policy as a second LoRA, and lora=null has none: set lora={{rank: 32}}."
+            f"objective {args.objective.name} keeps a slow copy of the policy as a second LoRA, and lora=null has none: set "
+            "lora={rank: 32}."
         )
     if args.memory.quantize is not None:
         raise FlowGRPOError(

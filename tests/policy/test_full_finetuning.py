@@ -200,12 +200,15 @@ def test_shards_within_two_machines_do_what_one_process_does(tmp_path, whole):
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("objective={name: nft}", "keeps its old policy as a second LoRA"),
+        *(
+            (f"objective={{name: {name}}}", "keeps a slow copy of the policy as a second LoRA")
+            for name in ("nft", "crd", "mend", "opsd")
+        ),
         ("memory.quantize=nf4", "lora=null trains all of them"),
     ],
 )
 def test_what_needs_a_base_that_is_not_trained_is_refused(tmp_path, setting, sentence):
-    more = ["sampling={steps: 4}"] if "nft" in setting else []
+    more = ["sampling={steps: 4}"] if "objective" in setting else []
     with pytest.raises(ValueError, match=sentence):
         short_run(tmp_path, *WHOLE, *more, setting)
 
