@@ -8,7 +8,7 @@ import torch
 
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.forward_process_objectives import ForwardProcess
-from flow_grpo.config.reward_gradient_objectives import RewardGradient
+from flow_grpo.config.reward_gradient_objectives import Draft, RewardGradient
 from flow_grpo.config.stepwise_objectives import Stepwise
 from flow_grpo.plan import hardware
 from flow_grpo.plan.hardware import GB, Rates
@@ -262,6 +262,7 @@ class StepEstimator:
             with_gradient, decoding = num_gradients * self.trace.operations[REWARD_GRADIENT] / 2, num_images * decoding
         forward = self.trace.forward_operations / 2
         images, passes = args.prompts_per_step * args.images_per_prompt, args.epochs * trained
+        updated = self._updated_images(microbatch)
         both -= forward * self._keeps_graphs  # the rollout's forward pass is the update's
         more = self._reference_passes
         # the means of split groups are computed before
@@ -270,9 +271,21 @@ class StepEstimator:
         once = self._rollout_velocities
         if objective.stepwise and args.sampling.guidance not in (None, args.guidance):
             once += trained  # the velocity whose probability is recorded
-        sampling_and_references = images * (sampled * rollout + once * forward + decoding + passes * more * forward)
-        update = images * (passes * both + with_gradient)
-        return sampling_and_references, update, images * passes * self.trace.recomputed / 2
+        if isinstance(objective, Draft):
+            once += objective.NOISED_COPIES
+        references = updated * passes * more * forward
+        sampling_and_references = images * (sampled * rollout + once * forward + decoding) + references
+        update = updated * passes * both + images * with_gradient
+        return sampling_and_references, update, updated * passes * self.trace.recomputed / 2
+
+    def _updated_images(self, microbatch: int) -> float:
+        """Images of a step that pass through an update: all, or the best one or two of each group, which fill whole micro-batches."""
+        args, images = self.args, self.args.prompts_per_step * self.args.images_per_prompt
+        selected = {"best": 1, "best_and_worst": 2}.get(args.objective.needs.selection)
+        if selected is None or args.dataset is not None:
+            return images
+        parts = args.updates * self.count
+        return math.ceil(args.prompts_per_step * selected / parts / microbatch) * microbatch * parts
 
     @property
     def _rollout_velocities(self) -> int:

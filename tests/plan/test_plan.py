@@ -621,6 +621,13 @@ def test_a_mean_over_groups_takes_a_forward_pass_more_of_each_policy_where_micro
     assert split.update == whole.update
 
 
+def test_draft_takes_a_velocity_of_each_noised_copy_before_they_are_trained():
+    draft = StepEstimator(FlowGRPOConfig.from_yaml("compare/draft", LEAN), cuda=False)
+    args, rollout = draft.args, draft.trace.operations["rollout"] / 2
+    images, copies, kl = args.prompts_per_step * args.images_per_prompt, 2, args.objective.num_losses(args.sampling.steps)
+    assert draft.estimate(8).forward == pytest.approx(images * (args.sampling.steps + copies + kl) * rollout)
+
+
 @pytest.mark.parametrize(("objective", "velocities"), [("awm", 1), ("nft", 0), ("pepg", 1)])
 def test_several_updates_on_a_rollout_take_the_velocities_of_the_policy_that_sampled(
     followed, monkeypatch, objective, velocities

@@ -25,8 +25,10 @@ METHODS = {
     "nft with its old policy": [ODE, "objective={name: nft}"],
     "checkpointed": [ODE, "objective={name: awm}", "memory.gradient_checkpointing=true"],
     "several updates": [ODE, "objective={name: awm}", "updates=2", "microbatch=4"],
+    "the best of each group": [ODE, "objective={name: sft}", "microbatch=1"],
+    "the best and the worst of each group": [ODE, "objective={name: dpo}", "updates=2", "microbatch=4"],
 }
-QUICK = ("grpo",)
+QUICK = ("grpo", "the best of each group")
 
 
 def run(tmp_path, name):
