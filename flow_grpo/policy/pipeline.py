@@ -80,7 +80,8 @@ class FlowPipeline:
         check_call(name, self.family, self._arguments, call)
         self.pipe, self.dtype, self.device, self.guidance = pipe, dtype, pipe.transformer.device, guidance
         self.own_call = call
-        defaults = {name: value for name, value in self.family.call_kwargs.items() if name in self._arguments}
+        unused = () if guidance > 1 else ("negative_prompt",)  # of which diffusers warns at each call
+        defaults = {k: value for k, value in self.family.call_kwargs.items() if k in self._arguments and k not in unused}
         self.call = {**defaults, **self._guidance_argument(guidance), **call}
         self.probe_prompts = probe_prompts(name, self.call)
         self.supports_per_sample_timesteps: bool | None = None
@@ -106,7 +107,7 @@ class FlowPipeline:
         object.__setattr__(intercepted, "scheduler", self._scheduler)
         intercepted.set_progress_bar_config(disable=True)
         for guider in self.family.guiders:
-            object.__setattr__(intercepted, guider, ClassifierFreeGuidance(guidance) if guidance > 1 else None)
+            object.__setattr__(intercepted, guider, ClassifierFreeGuidance(guidance, enabled=guidance > 1))
         return intercepted
 
     # -- what a sampler needs -----------------------------------------------------------------------------------------

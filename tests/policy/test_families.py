@@ -1,6 +1,7 @@
 """The contract, for every family of pipelines: the pipeline is the model, and its LoRA goes where people use LoRAs."""
 
 import functools
+import logging
 import math
 
 import pytest
@@ -124,6 +125,16 @@ def test_noise_0_is_the_pipelines_own_call(folders, unchanged, name, guidance):
     assert schedule.sigmas[-1] == 0
     for solver in sampling.SOLVERS.values():
         assert sampling.rollout(lambda x, i: x, schedule, state, solver=solver).final.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "hunyuan_image", "sd3"])
+def test_calls_without_guidance_log_nothing(unchanged, name, monkeypatch, caplog):
+    """A program has its own settings of the libraries' logs, and a run makes thousands of calls."""
+    caplog.set_level(logging.WARNING, "diffusers")
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    policy = unchanged(name, 1.0)
+    ours(policy, noise(policy))
+    assert not caplog.messages
 
 
 def shifted(level: torch.Tensor, scheduler: InterceptingScheduler, mu: float | None) -> torch.Tensor:

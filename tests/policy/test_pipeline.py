@@ -109,9 +109,10 @@ def test_a_family_has_arguments_of_every_call_and_guiders_in_place_of_one(as_fam
     """Arguments that this version of the pipeline does not know are left out."""
     for guidance in (1.0, 1.5):
         policy = as_family(guidance, guidance="", guiders=("guider",), call_kwargs={"negative_prompt": " ", "no_such": 1})
-        assert policy.call == {"negative_prompt": " ", **SIZE}
+        assert policy.call == {**({"negative_prompt": " "} if guidance > 1 else {}), **SIZE}
         guider = policy._intercepted.guider
-        assert guider is None if guidance == 1 else isinstance(guider, ClassifierFreeGuidance)
+        assert isinstance(guider, ClassifierFreeGuidance)
+        assert guider.num_conditions == (1 if guidance == 1 else 2)
     assert guider.guidance_scale == 1.5
 
 
