@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from support.run_contents import MEASURED
 
 from dev.tiny import pretrain
 from flow_grpo.advantages import group_advantages
+from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.config.stepwise_objectives import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.data.prompts import PromptSet
@@ -1262,6 +1264,24 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
     assert ("metrics.jsonl" in files) == (rank == 0)
     assert bool(evaluation) == (rank == 0)
     assert bool(capsys.readouterr().out) == (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "content", "sentence"),
+    [
+        ({"seed": 5}, {}, "rank 1 has seed=5, and rank 0 has 0: give all machines the same command and files"),
+        ({}, {"prompts": "others"}, "the content of prompts of rank 1 is not that of rank 0"),
+        ({"output_dir": "elsewhere", "device": "cuda:1"}, {}, None),
+    ],
+)
+def test_processes_have_the_same_settings_and_prompts(tmp_path, monkeypatch, settings, content, sentence):
+    def other(value):
+        has_settings = isinstance(value, tuple) and isinstance(value[0], FlowGRPOConfig)
+        return (value[0].model_copy(update=settings), {**value[1], **content}) if has_settings else value
+
+    monkeypatch.setattr("flow_grpo.training.setup.Processes.from_environment", lambda device: small.Two(other))
+    with pytest.raises(FlowGRPOError, match=sentence) if sentence else nullcontext():
+        made(tmp_path / "run", steps=1)
 
 
 def test_a_long_run_says_after_its_first_step_how_long_it_takes(tmp_path, monkeypatch, capsys):

@@ -28,20 +28,14 @@ def digests_of_inputs(
     args: FlowGRPOConfig,
     train_set: PromptSet,
     eval_set: PromptSet | None,
-    *,
-    model: str | None,
-    dtype: torch.dtype,
     reward_funcs: Iterable[Any] = (),
 ) -> dict[str, str]:
-    """The digest of each input that is there, by the dotted name of its setting; a reward by the name of its function.
+    """The digest of each input but the model that is there, by the dotted name of its setting; a reward by the name of its function.
 
     Args:
-        model: the folder or hub id that the policy was loaded from.
         reward_funcs: functions and classes that the trainer was given.
     """
     found: dict[str, str | None] = {
-        "model": _model(model),
-        "dtype": str(dtype).removeprefix("torch."),
         "prompts": train_set.fingerprint(),
         "evaluation.prompts": None if eval_set is None else eval_set.fingerprint(),
         "lora.init_from": _lora(args.lora.init_from) if args.lora and args.lora.init_from else None,
@@ -61,6 +55,12 @@ def digests_of_inputs(
         for place, anchor in enumerate(stage.objective.anchors):
             found[f"{prefix}objective.anchors.{place}.lora"] = _lora(anchor.lora) if anchor.lora else None
     return {name: digest for name, digest in found.items() if digest is not None}
+
+
+def digests_of_model(model: str | None, dtype: torch.dtype) -> dict[str, str]:
+    """The digest of the folder or hub id that the policy was loaded from, if its files are there, and the policy's dtype."""
+    digest = _model(model)
+    return {"dtype": str(dtype).removeprefix("torch."), **({} if digest is None else {"model": digest})}
 
 
 def file_digest(file: Path) -> str:

@@ -32,11 +32,12 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path, load_given
+from flow_grpo.run_folder.opening import changes
 from flow_grpo.run_folder.reader import compiled_of, dtype_of
 from flow_grpo.text import counted, duration, suggest
 from flow_grpo.training.anchors import add_references
 from flow_grpo.training.custom_functions import load_custom_function
-from flow_grpo.training.inputs import digests_of_inputs
+from flow_grpo.training.inputs import digests_of_inputs, digests_of_model
 from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
@@ -46,6 +47,7 @@ COMPILING_SAVES = (
     0.39  # of a step's time, the smaller share of two objectives of SD3.5 Medium on an H200 (docs/performance.md)
 )
 TIMED_ROWS = 4
+OF_A_MACHINE = ("model", "device", "output_dir", "trackers")  # settings that may have another value on each
 HUMAN = "human"  # the reward that asks a person
 # Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
 COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
@@ -373,6 +375,8 @@ def build_run(
         )
         start = replace(start, args=args, trained=rewards, measured={} if eval_set is None else eval_rewards.rewards)
         found |= make_checks("rewards", start)
+        inputs = digests_of_inputs(args, train_set, eval_set, _listed(reward_funcs or ""))
+        check_alike(processes, args, inputs)
         all_prompts = [*train_set.prompts, *start.held_out_prompts]
         policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
         args = settings_of(policy, args) if policy is model else args
@@ -383,14 +387,6 @@ def build_run(
         if compiles is True:
             policy.compile(falls_back=args.memory.compile == "auto")
         args = args.model_copy(update={"memory": args.memory.model_copy(update={"compile": compiles})})
-        inputs = digests_of_inputs(
-            args,
-            train_set,
-            eval_set,
-            model=policy.pipe.name_or_path,
-            dtype=policy.dtype,
-            reward_funcs=_listed(reward_funcs or ""),
-        )
         return RunParts(
             args=args,
             processes=processes,
@@ -401,9 +397,29 @@ def build_run(
             eval_rewards=eval_rewards,
             rewards=rewards,
             start_checks=found,
-            inputs=inputs,
+            inputs={**digests_of_model(policy.pipe.name_or_path, policy.dtype), **inputs},
             headline=run_headline(args, policy, reason),
         )
+
+
+def check_alike(processes: Processes, args: FlowGRPOConfig, inputs: dict[str, str]) -> None:
+    """Check that all processes have the same settings, and the same prompts, code and LoRA of these names. Every process must call it.
+
+    Raises:
+        FlowGRPOError: one has another value or content than rank 0, as where a command or a file of another machine was not updated.
+    """
+    (first, first_inputs), *others = processes.all_gather((args, inputs))
+    for rank, (other, other_inputs) in enumerate(others, 1):
+        found = [
+            c for c in changes(first, other, first_inputs, other_inputs) if c.name.partition(".")[0] not in OF_A_MACHINE
+        ]
+        if not found:
+            continue
+        name, then, now = found[0].name, found[0].then, found[0].now
+        what = f"the content of {name} of rank {rank} is not that of rank 0"
+        if not found[0].is_of_content:
+            what = f"rank {rank} has {name}={now}, and rank 0 has {then}"
+        raise FlowGRPOError(f"{what}: give all machines the same command and files.")
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

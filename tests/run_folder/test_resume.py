@@ -14,7 +14,7 @@ from flow_grpo.config.objective_by_name import OBJECTIVES
 from flow_grpo.config.settings import RunSettings
 from flow_grpo.run_folder import layout
 from flow_grpo.run_folder.opening import RESUMABLE, changes
-from flow_grpo.training.inputs import BLOCK, WHOLE_FILE, digests_of_inputs, file_digest
+from flow_grpo.training.inputs import BLOCK, WHOLE_FILE, digests_of_inputs, digests_of_model, file_digest
 
 REWARD = "def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n"
 WORDS = "one\ntwo\nthree\nfour\n"
@@ -240,10 +240,10 @@ def test_a_lora_and_a_file_in_a_reward_s_options_are_inputs(tmp_path):
     )
 
     def digests():
-        return digests_of_inputs(args, small.PROMPTS, None, model=None, dtype=small.torch.float32)
+        return digests_of_inputs(args, small.PROMPTS, None)
 
     before = digests()
-    assert set(before) == {"dtype", "prompts", "lora.init_from", "rewards.preference_head.options.weights"}
+    assert set(before) == {"prompts", "lora.init_from", "rewards.preference_head.options.weights"}
     (tmp_path / "head.bin").write_bytes(b"2")
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"2")
     assert {name for name, digest in digests().items() if digest != before[name]} == {
@@ -257,8 +257,7 @@ def test_the_parts_of_a_model_are_its_content(tmp_path):
     (tmp_path / "model" / "vae" / "model.safetensors").write_bytes(b"1")
 
     def digest(folder):
-        found = digests_of_inputs(FlowGRPOConfig(), small.PROMPTS, None, model=str(folder), dtype=small.torch.float32)
-        return found["model"]
+        return digests_of_model(str(folder), small.torch.float32)["model"]
 
     before = digest(tmp_path / "model")
     (tmp_path / "model" / "README.md").write_text("a note")
