@@ -235,6 +235,20 @@ def test_the_rewards_of_the_pages_of_edits_and_videos_run():
     assert names["no_flicker"](images[:, None].expand(2, 5, 3, 8, 8), ["a", "b"]).tolist() == [0, 0]
 
 
+def test_the_trainer_of_the_page_of_python_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(*blocks(ROOT / "docs/python.md", "python"), names)
+    assert "rewards/count_red/mean" in names["trainer"].training_step()
+
+
+def test_the_gradients_of_the_page_of_rewards_have_the_shapes_that_stand_there():
+    names: dict[str, Any] = {"images": torch.rand(2, 3, 32, 80), "prompts": ["a", "b"]}
+    exec("".join(blocks(ROOT / "docs/rewards.md", "python")[1:]), names)
+    assert names["gradient"].shape == (2, 3, 32, 80)
+    assert names["value"].shape == names["fall"].shape == (2,)
+
+
 def test_the_attributes_of_the_page_of_rewards_are_those_that_are_read(tmp_path):
     file = tmp_path / "my_rewards.py"
     file.write_text(next(block for block in blocks(ROOT / "docs/rewards.md", "python") if "costly" in block))
