@@ -130,6 +130,13 @@ def test_a_dtype_without_units_in_the_cpu_is_measured_by_a_small_product(monkeyp
     assert measured == sizes
 
 
+def test_a_product_of_n_rows_takes_2_n_cubed_operations(monkeypatch):
+    monkeypatch.setattr("flow_grpo.policy.devices.fastest", lambda work, device, seconds: len(work()) / 100)
+    # of 256 and 1024 rows, in 2.56 and 10.24 seconds; the larger one is the faster one
+    monkeypatch.setattr("flow_grpo.policy.devices.SLOW", 1000.0)
+    assert matmul_speed(torch.device("cpu"), torch.float32) == pytest.approx(2 * 1024**3 / 10.24)
+
+
 def test_the_peak_is_the_highest_of_all_runs_and_a_damaged_file_is_none(tmp_path, monkeypatch):
     file = tmp_path / "kept" / "speed.json"
     monkeypatch.setattr("flow_grpo.policy.devices.CACHE", file)
