@@ -1,7 +1,7 @@
 """Images from prompts and seeds, as `sample` and every evaluation generate them, and how held-out ones are scored."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from flow_grpo.data.prompts import PromptSet
 from flow_grpo.distributed.processes import Processes
 from flow_grpo.errors import FlowGRPOError, Interrupted
 from flow_grpo.evaluation.image_metrics import NUM_DIVERSITY_PROMPTS, high_frequency_power, rms_difference
+from flow_grpo.policy.interception import eager
 from flow_grpo.policy.pipeline import FlowPipeline
 from flow_grpo.progress import Phase, phase
 from flow_grpo.rewards import WeightedSum
@@ -61,7 +62,9 @@ def generate_images(
 
         def latents(rows: Tensor) -> Tensor:
             velocity = _interruptible(model.velocity_fn(schedule, conditioning, rows), steps_done, should_stop)
-            return sampling.rollout(velocity, schedule, start[rows]).final
+            # a compiled model would be compiled once more for the number of images that are left over
+            with nullcontext() if len(rows) == microbatch else eager():
+                return sampling.rollout(velocity, schedule, start[rows]).final
 
         return model.decode(torch.cat([latents(rows) for rows in torch.arange(len(start)).split(microbatch)]), microbatch)
 

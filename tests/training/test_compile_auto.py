@@ -18,13 +18,14 @@ CPU = torch.device("cpu")
 
 
 class Compiler:
-    """Returns the code as it is, or fails."""
+    """Returns the code as it is, or fails. `rows` are the numbers of images that it compiled for."""
 
     def __init__(self) -> None:
-        self.calls, self.fails = 0, False
+        self.calls, self.fails, self.rows = 0, False, set()
 
     def __call__(self, graph, inputs):
         self.calls += 1
+        self.rows |= {len(x) for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 3}
         if self.fails:
             raise RuntimeError("no kernel")
         return graph.forward
@@ -159,6 +160,19 @@ def test_a_compiled_run_says_what_the_first_step_took_and_goes_on_compiled(tmp_p
     assert "compiled (as the run began)" in resumed.headline
     resumed.train(resume=True)
     assert "resumed with other settings: steps=3 (it was 2)\n" in capsys.readouterr().out
+
+
+def test_images_that_are_left_over_are_not_compiled_for(tmp_path, compiler):
+    """Each number of images would take the time of a compilation."""
+    held_out = "evaluation={prompts: prompts/signs_eval.txt, max_prompts: 6, every: 0, steps: 2}"
+    args = short_run(tmp_path, "memory.compile=true", "images_per_prompt=2", "microbatch=4", held_out)
+    images = []
+    for compiles in (True, False):
+        trainer = FlowGRPOTrainer(args=args if compiles else args.with_overrides(["memory.compile=false"]))
+        trainer.training_step()
+        images.append(trainer.evaluate().images)
+    assert compiler.rows == {4}
+    assert all(torch.equal(images[0][i], images[1][i]) for i in range(6))
 
 
 def test_the_doctor_does_not_wait_for_a_compiler(tmp_path, monkeypatch, as_gpu):
