@@ -1022,9 +1022,9 @@ BUGS = [
     (
         "the second expert's LoRA is not loaded",
         "flow_grpo/policy/lora.py",
-        "if of_expert else {}",
-        "if not of_expert else {}",
-        "tests/policy/test_experts.py -k leaves_that_expert",
+        "for expert, path in others.items() if path}",
+        "for expert, path in others.items() if not others}",
+        "tests/policy/test_experts.py -k own_rank",
     ),
     (
         "only the first expert's copy moves",

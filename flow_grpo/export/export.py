@@ -50,7 +50,7 @@ RESULT = "export"
 HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library of huggingface_hub, which its major versions change
 Format = Literal["diffusers", "peft", "comfyui"]
 EXAMPLES = 4  # prompts in the header
-EXPERTS = {TRANSFORMER: "high_noise", "transformer_2": "low_noise"}  # of Wan 2.2, whose files people know by these names
+EXPERTS = {TRANSFORMER: lora_file.HIGH, "transformer_2": lora_file.LOW}  # of Wan 2.2, whose files people know by these names
 
 
 def export(

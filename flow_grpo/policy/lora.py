@@ -229,26 +229,36 @@ class Lora:
             FlowGRPOError: it is damaged, of another kind or model, some of its layers have no place in the transformer, or there is a LoRA
                 already.
         """
-        with (
-            torch.device("cpu"),
-            quietly(),
-        ):  # not on the meta device of `plan`; diffusers logs each name that it does not convert
-            found = lora_file.read(lora_file.find_file(source, file), name or source)
-            layers = {TRANSFORMER: self._place(found, TRANSFORMER)}
-            for expert in self.experts:  # where its file is missing it gets a LoRA that changes nothing
-                of_expert = expert_lora(source, expert)
-                layers[expert] = self._place(lora_file.read(of_expert), expert) if of_expert else {}
+        title = name or source
+        # not on the meta device of `plan`; diffusers logs each name that it does not convert
+        with torch.device("cpu"), quietly():
+            files = self._files(source, file)
+            read = {component: lora_file.read(path, title if len(files) == 1 else None) for component, path in files.items()}
+            layers = {component: self._place(found, component) for component, found in read.items()}
         if adapter == TRAINED and TRAINED in self.adapters:
             raise FlowGRPOError(REPLACED)
         self.remove(adapter)  # a policy may be trained twice
         with quietly():  # peft warns of an adapter that was taken off
-            for component, own in layers.items():
-                self._attach(component, own or {name: _zero(layer) for name, layer in layers[TRANSFORMER].items()}, adapter)
+            unchanged = {name: _zero(layer) for name, layer in next(iter(layers.values())).items()}
+            for component in (TRANSFORMER, *self.experts):
+                self._attach(component, layers.get(component, unchanged), adapter)
         self._make_trainable()
         if adapter != TRAINED:
             self._activate(TRAINED)
-        if found.left_out:
-            tell(found.left_out)
+        for message in dict.fromkeys(found.left_out for found in read.values() if found.left_out):
+            tell(message)
+        if missing := [component for component in (TRANSFORMER, *self.experts) if component not in layers]:
+            tell(f"the LoRA {title} has no file for {' and '.join(missing)}, which stays as it is.")
+
+    def _files(self, source: str, file: str | None) -> dict[str, Path]:
+        """The file of each transformer's LoRA, but for those that have none. Of two files for high and low noise, either names both."""
+        first = lora_file.find_file(source, file, in_pairs=bool(self.experts))
+        high, low = lora_file.pair_of(first)
+        if self.experts and high != low:
+            found = dict(zip((TRANSFORMER, *self.experts), (high, low), strict=False))
+            return {component: path for component, path in found.items() if path.is_file()}
+        others = {expert: expert_lora(source, expert) for expert in self.experts}
+        return {TRANSFORMER: first, **{expert: path for expert, path in others.items() if path}}
 
     def _place(self, found: LoraFile, component: str) -> dict[str, LoraLayer]:
         transformer = getattr(self.pipe, component)

@@ -9,13 +9,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,6 +33,7 @@ PEFT_PREFIX, PIPELINE_PREFIX = "base_model.model.", "transformer."
 # before the name of a layer, and before one whose dots are underscores
 PREFIXES = (PEFT_PREFIX, "model.diffusion_model.", "diffusion_model.", PIPELINE_PREFIX, "module.")
 FLAT_PREFIXES = ("lora_transformer_", "lora_unet_", "lycoris_", "transformer_")
+HIGH, LOW = "high_noise", "low_noise"  # in the names of the two files of a LoRA for Wan 2.2
 TEXT_ENCODER = re.compile(r"(text_encoder(?:_\d)?|text_encoders\.\w+|lora_te\d?|clip_[lgh]|t5(?:xxl)?)[._]")
 DOWN = r"lora_A(?:\.\w+)?\.weight|lora_down\.weight|lora\.down\.weight|lora_linear_layer\.down\.weight"
 UP = r"lora_B(?:\.\w+)?\.weight|lora_up\.weight|lora\.up\.weight|lora_linear_layer\.up\.weight"
@@ -107,21 +109,27 @@ class LoraFile:
 # -- finding --------------------------------------------------------------------------------------------------------------
 
 
-def find_file(source: str, name: str | None = None) -> Path:
+def find_file(source: str, name: str | None = None, in_pairs: bool = False) -> Path:
     """The file of a LoRA in a folder or under a hub id, downloaded if need be.
 
     Args:
         name: of the file; by default that of diffusers or peft, or the only one there.
+        in_pairs: whether two files may be one LoRA, for high and for low noise. The result is then the first.
     """
     folder = Path(source)
     if not folder.is_dir():
-        folder, name = _on_hub(source, name)
+        folder, name = _on_hub(source, name, in_pairs)
     if name is None:
-        name = _choose([file.name for file in folder.iterdir() if file.is_file()], source)
+        name = _choose([file.name for file in folder.iterdir() if file.is_file()], source, in_pairs)
     return folder / name
 
 
-def _on_hub(repo: str, name: str | None) -> tuple[Path, str | None]:
+def pair_of(file: Path) -> tuple[Path, Path]:
+    """The files for high and for low noise, of which `file` is one by its name; the file itself twice if it is not one of two."""
+    return file.with_name(file.name.replace(LOW, HIGH)), file.with_name(file.name.replace(HIGH, LOW))
+
+
+def _on_hub(repo: str, name: str | None, in_pairs: bool) -> tuple[Path, str | None]:
     """The local folder and the name of a LoRA's file on the hub. Without a connection, only the cache is searched."""
     with downloads(repo):
         if name is None:
@@ -129,14 +137,17 @@ def _on_hub(repo: str, name: str | None) -> tuple[Path, str | None]:
                 names = HfApi().list_repo_files(repo)
             except (OfflineModeIsEnabled, ConnectionError):
                 return Path(snapshot_download(repo, local_files_only=True)), None
-            name = _choose([name for name in names if "/" not in name], repo)
+            name = _choose([name for name in names if "/" not in name], repo, in_pairs)
     file = Path(hub_file(repo, name))
+    if in_pairs and HIGH in name:
+        with suppress(EntryNotFoundError):
+            hub_file(repo, name.replace(HIGH, LOW))
     if name.startswith("adapter_model."):
         hub_file(repo, ADAPTER_CONFIG)
     return file.parent, name
 
 
-def _choose(names: Collection[str], source: str) -> str:
+def _choose(names: Collection[str], source: str, in_pairs: bool) -> str:
     for usual in (WEIGHTS, PEFT_WEIGHTS, Path(WEIGHTS).stem + ".bin", Path(PEFT_WEIGHTS).stem + ".bin"):
         if usual in names:
             return usual
@@ -144,7 +155,8 @@ def _choose(names: Collection[str], source: str) -> str:
     files = sorted(name for name in names if name.endswith(".safetensors") and not experts.fullmatch(name))
     if not files:
         raise FlowGRPOError(f"{source} holds no LoRA: no .safetensors file is in it.")
-    if len(files) > 1:
+    is_pair = in_pairs and len(files) == 2 and files[0].replace(HIGH, LOW) == files[1]
+    if len(files) > 1 and not is_pair:
         raise FlowGRPOError(f"{source} holds {len(files)} files, {', '.join(files[:5])}: give the one that is meant.")
     return files[0]
 

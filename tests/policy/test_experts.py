@@ -1,5 +1,7 @@
 """Pipelines with two transformers, each for a part of the schedule, such as Wan 2.2."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
@@ -9,6 +11,7 @@ from support.families import TINY, awake
 from flow_grpo import sampling
 from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.distributed.processes import Processes
+from flow_grpo.errors import FlowGRPOError
 from flow_grpo.plan.estimate import weight_bytes
 from flow_grpo.policy import hub
 from flow_grpo.policy.hub import WEIGHTS, expert_weights
@@ -84,11 +87,36 @@ def test_a_lora_without_the_second_experts_file_leaves_that_expert_as_it_is(poli
     (tmp_path / expert_weights("transformer_2")).unlink()
     assert (tmp_path / WEIGHTS).is_file()
     policy.reset_to_base()
-    policy.load_lora(tmp_path)
+    with pytest.warns(UserWarning, match="has no file for transformer_2, which stays as it is"):
+        policy.load_lora(tmp_path)
     again = velocities(policy)
     assert torch.equal(again[0], expected[0])
     assert torch.equal(again[2], base[2])
     assert not torch.equal(base[2], expected[2])
+
+
+@pytest.mark.parametrize("place", ["", "signs_high_noise.safetensors", "signs_low_noise.safetensors"])
+@pytest.mark.parametrize("only_low", [False, True])
+def test_two_files_for_high_and_low_noise_are_one_lora(policy, tmp_path, place, only_low):
+    """As ComfyUI's and other programs' LoRAs for Wan 2.2 are named."""
+    expected = velocities(policy)
+    with policy.base_model():
+        base = velocities(policy)
+    policy.save(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "signs_high_noise.safetensors")
+    (tmp_path / expert_weights("transformer_2")).rename(tmp_path / "signs_low_noise.safetensors")
+    policy.reset_to_base()
+    if only_low:
+        (tmp_path / "signs_high_noise.safetensors").unlink()
+    if only_low and "high" in place:
+        with pytest.raises(FlowGRPOError, match="there is no LoRA at"):
+            policy.load_lora(tmp_path / place)
+        return
+    with pytest.warns(UserWarning, match="no file for transformer, which stays") if only_low else nullcontext():
+        policy.load_lora(tmp_path / place)
+    again = velocities(policy)
+    assert torch.equal(again[0], base[0] if only_low else expected[0])
+    assert torch.equal(again[2], expected[2])
 
 
 @pytest.mark.parametrize("has_second", [True, False])
