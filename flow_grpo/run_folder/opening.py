@@ -308,7 +308,6 @@ RESUMABLE = {
         "rewards.*.options.attempts",
         "rewards.*.options.batch_size",
         "rewards.*.options.timeout",
-        "rewards.*.options.token",
         "rewards.*.options.wait",
     ),
 }
