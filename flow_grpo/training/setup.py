@@ -41,12 +41,9 @@ from flow_grpo.training.inputs import digests_of_inputs, digests_of_model
 from flow_grpo.training.start_checks import Start, make_checks
 
 RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward function might be named like
-# of `memory.compile: auto`
-COMPILED_DEVICES = ("cuda",)
-COMPILING_SAVES = (
-    0.39  # of a step's time, the smaller share of two objectives of SD3.5 Medium on an H200 (docs/performance.md)
-)
-TIMED_ROWS = 4
+# of `memory.compile: auto`: where it compiles; the share of a step's time that this saves, the smaller of two that were measured on an H200
+# (docs/performance.md); and the images whose velocity is timed
+COMPILED_DEVICES, COMPILING_SAVES, TIMED_ROWS = ("cuda",), 0.39, 4
 OF_A_MACHINE = ("model", "device", "output_dir", "trackers")  # settings that may have another value on each
 HUMAN = "human"  # the reward that asks a person
 # Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
