@@ -188,6 +188,8 @@ def locate(kind: str, name: str, names: dict[str, str] | None = None) -> Callabl
         FlowGRPOError: it does not exist or can't be imported. The message names `kind`, for example "reward".
     """
     names = names or {}
+    if not isinstance(name, str):
+        raise FlowGRPOError(f"the {kind} is of type {type(name).__name__}: give a name, my_module:my_fn or file.py:fn.")
     path, colon, attribute = names.get(name, name).rpartition(":")
     if not colon and name.endswith(".py"):
         raise FlowGRPOError(f"{kind} {name} names a file without a function: write {name}:FUNCTION.")

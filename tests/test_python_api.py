@@ -427,6 +427,10 @@ WRONG = {
         lambda: load_policy("tiny", height="x"),
         "height is 'x', but it should be a whole number",
     ),
+    "a reward that is no name": (
+        lambda: rewards.load(print),
+        "the reward is of type builtin_function_or_method: give a name",
+    ),
     "a rank of 0": (lambda: small.policy(lora=False).add_lora(0, 4, None, seed=0), "lora.rank is 0"),
     "a target that is one text": (lambda: small.policy(lora=False).add_lora(2, 4, "to_q", seed=0), "lora.targets is 'to_q'"),
     "a LoRA that is no path": (lambda: small.policy(lora=False).load_lora(3), "3 is of type int: give a path"),

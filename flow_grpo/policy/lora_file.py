@@ -249,6 +249,9 @@ def _settings(file: Path, header: Mapping[str, str], source: str, names: Collect
         raise FlowGRPOError(f"the LoRA {source} could not be loaded: {ADAPTER_CONFIG} with its alpha is not beside it.")
     if settings.get("use_dora"):
         raise _other_kind(source, OTHER_KINDS["dora_scale"])
+    init = str(settings.get("init_lora_weights")).lower()
+    if init.startswith(("pissa", "corda", "olora", "loftq")):
+        raise _other_kind(source, f"for base weights that peft changes ({init})")
     return settings
 
 

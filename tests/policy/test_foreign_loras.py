@@ -206,6 +206,20 @@ def test_other_kinds_of_adapters_are_named(policy, difference, tmp_path, name, k
         policy.load_lora(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ({"use_dora": True}, "is a DoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, r"is for base weights that peft changes \(pissa"),
+    ],
+)
+def test_a_config_of_another_kind_is_named(policy, difference, tmp_path, setting, kind):
+    save_file(tensors(difference, prefix="base_model.model."), tmp_path / PEFT_WEIGHTS)
+    (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({"r": RANK, "lora_alpha": 8, **setting}))
+    with pytest.raises(ValueError, match=kind):
+        policy.load_lora(tmp_path)
+
+
 def test_several_files_in_a_folder_are_not_guessed_from(policy, difference, tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         save_file(tensors(difference), tmp_path / name)
