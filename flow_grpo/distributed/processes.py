@@ -42,6 +42,7 @@ class Processes:
 
     Attributes:
         stop_requested: whether this process was asked to stop the run, by Ctrl-C or SIGTERM.
+        in_callback: whether a user's callback runs, on the main process alone: the others do not answer.
     """
 
     current: "Processes | None" = None  # the group that this process has joined, until it leaves it
@@ -49,7 +50,7 @@ class Processes:
 
     def __init__(self, rank: int = 0, world_size: int = 1, device: str | None = None, value_group: Any = None) -> None:
         self.rank, self.world_size, self.device, self.value_group = rank, world_size, device, value_group
-        self.stop_requested = False
+        self.stop_requested = self.in_callback = False
         self.peers: Peers | None = None
 
     @classmethod
@@ -190,6 +191,11 @@ class Processes:
         if self.has_left:
             raise FlowGRPOError(
                 "the process group of the run was left at the end of train(): make another trainer for what its processes do together."
+            )
+        if self.in_callback:
+            raise FlowGRPOError(
+                "a callback runs on the main process alone and called what all processes do together: ask for it by "
+                "control.should_evaluate or control.should_save."
             )
         values: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(values, value, self.value_group)

@@ -95,11 +95,15 @@ class CallbackList:
         """Call the method `event` of all callbacks that have it, each with a copy of `details`, dicts, as keyword arguments."""
         if not self.processes.is_main:
             return
-        for callback in self.callbacks:
-            method = getattr(callback, event, None)
-            if method is not None:
-                copies = {name: dict(detail) for name, detail in details.items()}
-                method(self.args, self.state, self.control, model=self.model, **copies)
+        self.processes.in_callback = True
+        try:
+            for callback in self.callbacks:
+                method = getattr(callback, event, None)
+                if method is not None:
+                    copies = {name: dict(detail) for name, detail in details.items()}
+                    method(self.args, self.state, self.control, model=self.model, **copies)
+        finally:
+            self.processes.in_callback = False
 
     def begin(self, step: int) -> None:
         """Call `on_train_begin`; `step` is the number of training steps that a resumed run has done."""

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -41,6 +42,7 @@ from flow_grpo.distributed.processes import Processes, _buckets, shared_microbat
 from flow_grpo.errors import PEER_LOST, FlowGRPOError
 from flow_grpo.run_folder import checkpoint
 from flow_grpo.run_folder.opening import locked
+from flow_grpo.training.callbacks import CallbackList
 
 BROKEN = """
 import os
@@ -289,3 +291,12 @@ def test_what_processes_exchange_after_they_have_left_is_one_sentence(monkeypatc
     processes.destroy()
     with pytest.raises(FlowGRPOError, match=r"was left at the end of train\(\): make another trainer"):
         processes.all_gather(1)
+
+
+def test_a_callback_that_calls_what_all_processes_do_together_is_one_sentence():
+    processes = Processes(0, 2, value_group="found")
+    callback = SimpleNamespace(on_step_end=lambda *_, **__: processes.all_gather(1))
+    callbacks = CallbackList([callback], FlowGRPOConfig(), None, processes)
+    with pytest.raises(FlowGRPOError, match=r"runs on the main process alone .*: ask for it by control\.should_evaluate"):
+        callbacks.call("on_step_end")
+    assert not processes.in_callback
