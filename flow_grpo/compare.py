@@ -98,7 +98,8 @@ class ComparedRun:
 
     def settings(self, overrides: list[str]) -> FlowGRPOConfig:
         own = [f"seed={self.seed}", f"output_dir={self.folder}", "keep_checkpoints=3"]
-        return FlowGRPOConfig.from_yaml(self.config, [*overrides, *own])
+        # each part of the run is a process of its own, which would compile anew
+        return FlowGRPOConfig.from_yaml(self.config, [*overrides, *own]).without_auto_compile()
 
 
 def _parsed(kind: type[Saved], text: str, source: str) -> Saved:
@@ -280,16 +281,10 @@ def _check_budget(file: Path, budget: Budget) -> None:
 
 
 def summarize(runs: list[ComparedRun], metric: str, target: float | None) -> Rows:
-    """For each config, over its seeds: what it reached, how fast, and at what cost. FlowGRPOError if their metrics are not the same."""
+    """For each config, over its seeds: what it reached, how fast, and at what cost."""
     rows = {}
     for name in dict.fromkeys(run.name for run in runs):
-        by_folder = {run.folder: run.points() for run in runs if run.name == name}
-        curves = list(by_folder.values())
-        for folder, curve in by_folder.items():
-            if any(point.values.keys() != curves[0][0].values.keys() for point in curve):
-                raise FlowGRPOError(
-                    f"{folder / CURVE} has other metrics in some lines: restore it, or give another folder by --out."
-                )
+        curves = [run.points() for run in runs if run.name == name]
         rows[name] = {**_results(curves, metric), **_changes(curves, metric), **_times_to_target(curves, metric, target)}
     return rows
 

@@ -32,7 +32,7 @@ from flow_grpo.policy.policy import Policy
 from flow_grpo.progress import phase
 from flow_grpo.rewards import Reward, WeightedSum
 from flow_grpo.rewards.loading import import_path, load_given
-from flow_grpo.run_folder.opening import changes
+from flow_grpo.run_folder.opening import changes, is_begun
 from flow_grpo.run_folder.reader import compiled_of, dtype_of
 from flow_grpo.text import counted, duration, suggest
 from flow_grpo.training.anchors import add_references
@@ -234,15 +234,16 @@ def compile_and_reason(
         return args.memory.compile, ""
 
     def decide() -> tuple[bool, str]:
-        begun = compiled_of(Path(args.output_dir))
-        if begun is not None:
-            return begun, "as the run began"
         if reason := _reason_not_to_compile(args, policy, processes, prompt):
             return False, reason
+        folder = Path(args.output_dir)
+        begun = compiled_of(folder) if is_begun(folder) else None
+        if begun is not None:
+            return begun, "as the run began"
         seconds = _seconds_of_steps(args, policy, processes, prompt)
         saved, needed = COMPILING_SAVES * seconds, compile_seconds(args.model, policy.device)
-        reason = f"saves about {duration(saved)} of {duration(seconds)} and takes about {duration(needed)}"
-        return saved > needed, f"which {reason}"
+        reason = f"compiling saves about {duration(saved)} of {duration(seconds)} and takes about {duration(needed)}"
+        return saved > needed, reason
 
     return processes.gather_or_raise(decide)[0]
 
@@ -250,26 +251,24 @@ def compile_and_reason(
 def _reason_not_to_compile(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> str:
     """What is against compiling by itself, as nobody has measured it, or since it fails here; "" if nothing is."""
     memory = args.memory
-    for name, value in (("quantize", memory.quantize), ("offload", memory.offload)):
+    shard = memory.shard if processes.world_size > 1 else None
+    for name, value in (("quantize", memory.quantize), ("offload", memory.offload), ("shard", shard)):
         if value is not None:
             return f"memory.{name}={value}"
-    if memory.shard is not None and processes.world_size > 1:
-        return f"memory.shard={memory.shard}"
     policy.encode([prompt])  # finds out the shapes of prompts
     if not policy.encoder.pads_to_one_length:
         return "its prompts differ in length"
     try:
         repeated_blocks(policy.pipe.transformer, "memory.compile")
-    except FlowGRPOError as unnamed:
-        return str(unnamed).rstrip(".")
+    except FlowGRPOError as error:
+        return str(error).rstrip(".")
     with phase("trying torch.compile"):
-        error = compile_error(policy.device)
-    return "" if error is None else f"torch.compile fails here: {error}"
+        failure = compile_error(policy.device)
+    return "" if failure is None else f"torch.compile fails here: {failure}"
 
 
 def _seconds_of_steps(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> float:
-    """About how long all training steps take without rewards, by the velocity of a few images; with its gradient it takes three times as
-    long."""
+    """About how long all training steps take without rewards, by the measured velocity of a few images."""
     rows = min(args.microbatch, TIMED_ROWS)
     schedule, shape = policy.schedule(args.sampling.steps)
     x, conditioning = torch.zeros(rows, *shape, device=policy.device), policy.encode([prompt] * rows)
@@ -280,6 +279,7 @@ def _seconds_of_steps(args: FlowGRPOConfig, policy: Policy, processes: Processes
     def of_a_step(stage: FlowGRPOConfig) -> float:
         sampled = 0 if stage.dataset is not None else stage.sampling.steps
         trained = stage.epochs * stage.objective.num_losses(stage.sampling.steps)
+        # with its gradient, a velocity takes about three times as long
         return seconds * stage.prompts_per_step * stage.images_per_prompt * (sampled + 3 * trained)
 
     return sum(stage.steps * of_a_step(stage) for _, stage in args.resolved_stages())
@@ -407,16 +407,14 @@ def check_alike(processes: Processes, args: FlowGRPOConfig, inputs: dict[str, st
     """
     (first, first_inputs), *others = processes.all_gather((args, inputs))
     for rank, (other, other_inputs) in enumerate(others, 1):
-        found = [
-            c for c in changes(first, other, first_inputs, other_inputs) if c.name.partition(".")[0] not in OF_A_MACHINE
-        ]
-        if not found:
-            continue
-        name, then, now = found[0].name, found[0].then, found[0].now
-        what = f"the content of {name} of rank {rank} is not that of rank 0"
-        if not found[0].is_of_content:
-            what = f"rank {rank} has {name}={now}, and rank 0 has {then}"
-        raise FlowGRPOError(f"{what}: give all machines the same command and files.")
+        for change in changes(first, other, first_inputs, other_inputs):
+            name = change.name
+            if name.partition(".")[0] in OF_A_MACHINE:
+                continue
+            what = f"rank {rank} has {name}={change.now}, and rank 0 has {change.then}"
+            if change.is_of_content:
+                what = f"the content of {name} of rank {rank} is not that of rank 0"
+            raise FlowGRPOError(f"{what}: give all machines the same command and files.")
 
 
 def recorded_prompts(args: FlowGRPOConfig, train_dataset: Prompts, eval_dataset: Prompts | None) -> dict[str, Any]:

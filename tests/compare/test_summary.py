@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 from support.embedded import short_run
 
-from flow_grpo.compare import CURVE, Budget, ComparedRun, CurvePoint, compare, parse_budget, save_plot, summarize
+from flow_grpo.compare import CURVE, Budget, ComparedRun, CurvePoint, compare, parse_budget, save_plot
 from flow_grpo.errors import FlowGRPOError
 
 
@@ -48,14 +48,6 @@ def test_a_damaged_line_of_a_curve_is_named(tmp_path, line):
         FlowGRPOError, match=rf"^line 4 of {run.folder / CURVE} is damaged \(.*\): restore it, or give another"
     ):
         run.points()
-
-
-def test_a_run_with_other_metrics_than_the_others_is_named(tmp_path):
-    runs = equal_runs(tmp_path, ["grpo"])
-    file = runs[1].folder / CURVE
-    file.write_text(file.read_text().replace("ocr", "orc"))
-    with pytest.raises(FlowGRPOError, match=rf"^{file} has other metrics in some lines: restore it"):
-        summarize(runs, "ocr", None)
 
 
 def test_a_budget_that_was_changed_by_hand_is_named(tmp_path):

@@ -7,10 +7,12 @@ import torch
 from support.embedded import PROMPTS, short_model, short_run, tiny_policy
 from support.families import TINY, awake
 
+from flow_grpo.compare import ComparedRun
 from flow_grpo.config import FlowGRPOConfig
 from flow_grpo.doctor.run import run_checks
 from flow_grpo.policy import devices
 from flow_grpo.policy.policy import Policy
+from flow_grpo.run_folder.opening import write_settings
 from flow_grpo.trainer import FlowGRPOTrainer
 from flow_grpo.training import setup
 
@@ -66,7 +68,7 @@ def test_a_run_that_is_long_enough_compiles(tmp_path, monkeypatch, as_gpu):
     """Its steps take 39 % less time, so that it must take 2.6 times as long as compiling."""
     trainer = FlowGRPOTrainer(args=short_run(tmp_path, "steps=100"))
     assert not trainer.policy.compiled
-    assert ", not compiled (which saves about" in trainer.headline
+    assert ", not compiled (compiling saves about" in trainer.headline
     assert "and takes about 2 min 0 s): 100 steps" in trainer.headline
     monkeypatch.setattr(setup, "fastest", lambda work, device, seconds: work() is not None and 0.4)
     # a step is 8 images with four sampling steps and two trained ones: 8 * (4 + 3 * 2) velocities of 0.1 s
@@ -146,7 +148,7 @@ def test_a_compiled_run_says_what_the_first_step_took_and_goes_on_compiled(tmp_p
     FlowGRPOTrainer(args=short_run(tmp_path, "steps=2")).train()
     said = capsys.readouterr().out
     assert compiler.calls
-    assert ", compiled (which saves about" in said
+    assert ", compiled (compiling saves about" in said
     assert "compiling took about" in said
     assert FlowGRPOConfig.from_yaml(tmp_path / "config.yaml").memory.compile is True
     [(name, kept)] = json.loads((tmp_path / "kernels" / "flow_grpo_seconds.json").read_text()).items()
@@ -191,6 +193,30 @@ def test_a_run_that_began_without_goes_on_without(tmp_path, monkeypatch, as_gpu)
     seconds(monkeypatch, 0.0)
     assert not FlowGRPOTrainer(args=short_run(tmp_path, "steps=3")).policy.compiled
     assert FlowGRPOTrainer(args=short_run(tmp_path, "steps=3", "memory.compile=true")).policy.compiled, "it is told to"
+
+
+def test_a_run_that_is_lost_before_its_first_step_decides_nothing(tmp_path, monkeypatch, as_gpu):
+    lost = FlowGRPOTrainer(args=short_run(tmp_path))
+    write_settings(lost.args, {})
+    assert FlowGRPOConfig.from_yaml(tmp_path / "config.yaml").memory.compile is False
+    seconds(monkeypatch, 0.0)
+    assert FlowGRPOTrainer(args=short_run(tmp_path)).policy.compiled
+
+
+def test_a_resumed_run_with_a_setting_that_does_not_go_with_compiled_blocks_is_not_compiled(tmp_path, monkeypatch, as_gpu):
+    seconds(monkeypatch, 0.0)
+    FlowGRPOTrainer(args=short_run(tmp_path)).train()
+    resumed = FlowGRPOTrainer(args=short_run(tmp_path, "steps=3", "memory.offload=groups"))
+    assert not resumed.policy.compiled
+    assert not resumed.args.memory.compile
+    assert ", not compiled (memory.offload=groups)" in resumed.headline
+
+
+def test_a_comparison_compiles_only_if_it_is_told_to(tmp_path):
+    """Each of its processes would compile anew, and not in every config."""
+    (tmp_path / "short.yaml").write_text(short_run(tmp_path).to_yaml())
+    run = ComparedRun(str(tmp_path / "short.yaml"), 0, tmp_path / "compared")
+    assert [run.settings(words).memory.compile for words in ([], ["memory.compile=true"])] == [False, True]
 
 
 def test_a_transformer_without_named_blocks_is_left_as_it_is(tmp_path, monkeypatch, as_gpu):
