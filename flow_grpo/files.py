@@ -32,7 +32,7 @@ HOST = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
 # without a host as 0.4 wrote it
 PARTIAL = re.compile(r"\.(?P<stem>.+)\.(?:(?P<host>[0-9a-f]{6})-)?(?P<pid>\d+)\.partial(?P<suffix>\.\w+)?")
 OBSOLETE = ".obsolete"  # in FOLDER/.NAME.complete: a JSON list of files of the earlier result that the new one has not
-MAX_NAME, MAX_SUFFIX = 255, 32  # bytes of a file's name, and of one of its ends that says what a file is
+MAX_NAME = 255  # bytes of a file's name
 MAX_JSON = 64 << 20  # bytes of a JSON file that we have written
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
@@ -44,10 +44,10 @@ MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 
 def expanded(path: str | Path) -> Path:
     """The path with the home folder in place of `~`. FlowGRPOError if this user has none, as in some containers, or it is no path."""
-    if not isinstance(path, str | Path):
-        raise FlowGRPOError(f"{repr(path)[:80]} is of type {type(path).__name__}: give a path.")
     try:
         return Path(path).expanduser()
+    except TypeError as error:
+        raise FlowGRPOError(f"{repr(path)[:80]} is of type {type(path).__name__}: give a path.") from error
     except RuntimeError as error:
         raise FlowGRPOError(f"there is no home folder for {path}: set HOME, or give the whole path.") from error
 
@@ -363,8 +363,7 @@ def _sync_all(folder: Path) -> None:
 
 def _partial(target: Path, is_folder: bool = False) -> Path:
     """The temporary file or folder of this process for a target."""
-    keeps_suffix = not is_folder and len(target.suffix) < MAX_SUFFIX
-    stem, suffix = (target.stem, target.suffix) if keeps_suffix else (target.name, "")
+    stem, suffix = (target.name, "") if is_folder else (target.stem, target.suffix)
     return _hidden(target, stem, f"{HOST}-{os.getpid()}.partial{suffix}")
 
 

@@ -41,8 +41,6 @@ class SourceImage:
     @staticmethod
     def from_pil(image: Image.Image, name: str = "an image") -> "SourceImage":
         """An image in memory."""
-        if 0 in image.size:
-            raise FlowGRPOError(f"the image {name} has no pixels.")
         content = io.BytesIO()
         to_rgb(image).save(content, "PNG")
         return SourceImage.read(content.getvalue(), name)
@@ -61,8 +59,6 @@ class ImagePrompt(str):
     images: tuple[SourceImage, ...]
 
     def __new__(cls, text: str, images: "Sequence[SourceImage | Image.Image | str | Path]") -> "ImagePrompt":
-        if not isinstance(text, str):
-            raise FlowGRPOError(f"{repr(text)[:80]} is not a prompt: give a text and a list of its images.")
         if isinstance(images, str) or not isinstance(images, Iterable) or not (given := list(images)):
             raise FlowGRPOError(f"the prompt {text[:80]!r}: give a list of its images.")
         prompt = super().__new__(cls, text)

@@ -65,8 +65,8 @@ def test_a_link_to_nothing_is_named_by_what_it_leads_to(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["a" * 255, f"{'b' * 250}.yaml", f"{'字' * 83}.json", f"c.{'d' * 253}"],
-    ids=["no suffix", "a suffix", "three bytes a letter", "a long suffix"],
+    ["a" * 255, f"{'b' * 250}.yaml", f"{'字' * 83}.json"],
+    ids=["no suffix", "a suffix", "three bytes a letter"],
 )
 def test_names_up_to_the_file_systems_limit_can_be_written(tmp_path, name):
     for content in ("first", "second"):

@@ -122,7 +122,8 @@ def run() -> None:
     """Run a command: expected errors are one sentence, Ctrl-C works at any time, and a hanging reward does not delay the exit."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ["MPLBACKEND"] = "agg"  # a notebook's, which its commands inherit, need not exist here
-    gc.set_threshold(10_000)  # libraries make a million objects while they load: to look at them so often takes a second
+    # loading the libraries makes a million objects, and by default garbage is looked for after every 700 of them, which takes a second
+    gc.set_threshold(10_000)
     atexit.register(gc.freeze)  # without it, the last collection takes over a second
     before_imports()
     prepare_streams()

@@ -144,14 +144,14 @@ def evaluate(
 
 def _say_different_settings(settings: dict[str, dict[str, str]]) -> None:
     """Print which settings of sampling, by target, are not the same in images that are compared."""
-    names = dict.fromkeys(name for stated in settings.values() for name in stated)
-    different = [n for n in names if len({stated[n] for stated in settings.values() if n in stated}) > 1]
-    if different:
-        parts = [
-            f"{target} has {', '.join(f'{name} {stated[name]}' for name in different if name in stated)}"
-            for target, stated in settings.items()
-            if stated.keys() & set(different)
-        ]
+    values: dict[str, set[str]] = {}
+    for name, value in (pair for stated in settings.values() for pair in stated.items()):
+        values.setdefault(name, set()).add(value)
+    different = {
+        target: ", ".join(f"{name} {value}" for name, value in stated.items() if len(values[name]) > 1)
+        for target, stated in settings.items()
+    }
+    if parts := [f"{target} has {words}" for target, words in different.items() if words]:
         say(f"warning: the images were sampled by different settings: {'; '.join(parts)}.")
 
 

@@ -35,10 +35,12 @@ def init(
     options_of = parse_rewards(reward or ["ocr"])
     for name, options in options_of.items():
         rewards.check_options(name, **options)
-    if model not in TRAINING_PROMPTS:  # a bundled one
-        from flow_grpo.policy import hub  # here: importing diffusers takes seconds
+    if model not in TRAINING_PROMPTS:
+        # importing diffusers takes seconds
+        from flow_grpo.policy import hub
 
-        if not hub.looks_like_hub_id(model):  # that is asked for when it is loaded
+        # the hub is asked only when the model is loaded
+        if not hub.looks_like_hub_id(model):
             hub.resolve_model(model)
     write_atomic(file, template(model, options_of))
     FlowGRPOConfig.from_yaml(file)

@@ -4,6 +4,7 @@ import codecs
 import json
 import re
 from collections.abc import Hashable
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def find_config(path: str | Path) -> Path:
     Raises:
         FlowGRPOError: there is none.
     """
-    if not isinstance(path, str | Path):
+    if not isinstance(path, str | PathLike):
         raise FlowGRPOError(
             f"the config is of type {type(path).__name__}: give the path of a file, or FlowGRPOConfig(...) settings."
         )

@@ -114,7 +114,7 @@ def _prompts_of(table: Table, name: str, image_column: str) -> PromptSet:
 
 def _check_prompts(texts: Sequence[Any], locations: Sequence[str], name: str) -> None:
     """FlowGRPOError if there are no prompts, or one of them is no text or empty."""
-    if not texts:
+    if len(texts) == 0:
         raise FlowGRPOError(f"{name} holds no prompts.")
     invalid = next((i for i, text in enumerate(texts) if not _is_prompt(text)), None)
     if invalid is not None:

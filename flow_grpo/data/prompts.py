@@ -32,7 +32,7 @@ class PromptSet:
         notes: sentences for the user on how they were read.
 
     Raises:
-        FlowGRPOError: one of them is something else, or there are more prompts than dicts or fewer.
+        FlowGRPOError: there are more prompts than dicts or fewer.
     """
 
     prompts: list[str]
@@ -40,12 +40,6 @@ class PromptSet:
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        kinds = {"prompts": (self.prompts, str, "texts"), "metadata": (self.metadata, dict, "dicts")}
-        for name, (values, kind, plural) in kinds.items():
-            if not isinstance(values, list | tuple) or not all(isinstance(value, kind) for value in values):
-                raise FlowGRPOError(f"{name} of a PromptSet is {repr(values)[:80]}: give a list of {plural}.")
-        if unnamed := [key for row in self.metadata for key in row if not isinstance(key, str)]:
-            raise FlowGRPOError(f"metadata of a PromptSet has a column {unnamed[0]!r}: name it by a text.")
         if len(self.prompts) != len(self.metadata):
             numbers = f"{counted(len(self.prompts), 'prompt')} and {len(self.metadata)} dicts of metadata"
             raise FlowGRPOError(f"a PromptSet has {numbers}: give one for each prompt.")

@@ -207,7 +207,7 @@ def _previous_files(out: Path) -> tuple[list[str], list[str]]:
 
 def check_push(repo: str) -> None:
     """FlowGRPOError if pushing can't work: the name is not user/name, or there is no token."""
-    if not isinstance(repo, str) or not hub.is_hub_id(repo):
+    if not hub.is_hub_id(repo):
         raise FlowGRPOError(f"{repo!r} is no name for the hub: give user/name.")
     if get_token() is None:
         raise FlowGRPOError("pushing to the hub needs a token: log in by `hf auth login`, or set HF_TOKEN.")

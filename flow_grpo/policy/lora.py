@@ -270,7 +270,8 @@ class Lora:
     ) -> Iterator[dict[str, LoraLayer]]:
         if names := comfyui.FAMILIES.get(type(transformer).__name__):
             yield comfyui.from_comfyui(found.layers, names, shapes)
-            yield comfyui.from_comfyui(found.layers, comfyui.Names(names.whole), shapes)  # those of the model's authors
+            # by the names of the model's authors
+            yield comfyui.from_comfyui(found.layers, comfyui.Names(names.whole), shapes)
         if self.has_pipeline_loader:
             yield from lora_file.by_diffusers(found, type(self.pipe).lora_state_dict)
 

@@ -80,7 +80,8 @@ class FlowPipeline:
         check_call(name, self.family, self._arguments, call)
         self.pipe, self.dtype, self.device, self.guidance = pipe, dtype, pipe.transformer.device, guidance
         self.own_call = call
-        unused = () if guidance > 1 else ("negative_prompt",)  # of which diffusers warns at each call
+        # without guidance, diffusers warns of a negative prompt at each call
+        unused = () if guidance > 1 else ("negative_prompt",)
         defaults = {k: value for k, value in self.family.call_kwargs.items() if k in self._arguments and k not in unused}
         self.call = {**defaults, **self._guidance_argument(guidance), **call}
         self.probe_prompts = probe_prompts(name, self.call)
@@ -128,8 +129,8 @@ class FlowPipeline:
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Prompt embeddings of B rows, computed once per distinct prompt. FlowGRPOError if the pipeline can't take its images."""
-        if isinstance(prompts, str) or not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-            raise FlowGRPOError(f"{repr(prompts)[:80]} is no list of prompts: give one of texts.")
+        if isinstance(prompts, str) or len(prompts) == 0:
+            raise FlowGRPOError(f"{prompts!r} is no list of prompts: give one of texts.")
         if self.family.needs_image or any(map(images_of, prompts)):
             self.check_images(prompts)
         return self.encoder.encode(prompts)
@@ -145,7 +146,7 @@ class FlowPipeline:
 
         This is the first call that a run makes: FlowGRPOError if the pipeline cannot be called with these arguments.
         """
-        if not isinstance(steps, int) or steps < 1:
+        if steps < 1:
             raise FlowGRPOError(f"{steps!r} sampling steps: give a whole number of 1 or more.")
         rows = torch.zeros(1, dtype=torch.long)
         try:

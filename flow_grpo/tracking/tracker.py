@@ -188,21 +188,21 @@ class Tracker:
                 self._printed = time.monotonic()
                 done = step - self._first_step
                 left = (time.monotonic() - self._started) / done * (self.total_steps - step)
-                self.info(
-                    f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step"
-                    + (f", {left:.0f} s left" if done > 1 or not left else "")  # the first step may compile
-                )
+                # the first step may compile, and says nothing of the others
+                rest = f", {left:.0f} s left" if done > 1 or not left else ""
+                self.info(f"step {step}/{self.total_steps}  {numbers}  {metrics['time/step']:.1f} s a step{rest}")
 
     def say_run_time(self, args: FlowGRPOConfig, step: int, times: list[float]) -> None:
         """Print how long the rest of a long run takes if all steps take as long as this one.
 
         Args:
-            times: seconds of the steps since the start; if there are two, the first one compiled, and it is printed how long.
+            times: seconds of the steps since the start. If there are two, the first one compiled, and the time of that is printed.
         """
         seconds = times[-1]
         if len(times) > 1:
             self.info(f"compiling took about {duration(max(times[0] - seconds, 0.0))} of the first step.")
-            self._started, self._first_step = time.monotonic() - seconds, step - 1  # the time that is left is without it
+            # the time that is left is estimated without the first step
+            self._started, self._first_step = time.monotonic() - seconds, step - 1
         evaluating = [row["time/evaluation"] for row in read_metrics(self.folder) if "time/evaluation" in row]
         rest = RunTime.of(args, lambda stage: seconds, evaluating[-1] if evaluating else 0.0, done=step)
         if rest.seconds > LONG:

@@ -129,13 +129,11 @@ class CallbackList:
 def _check_arguments(callback: Any, event: str) -> None:
     """Raise FlowGRPOError if a callback's method can't be called as `CallbackList` calls it."""
     method, details = getattr(callback, event, None), {"on_log": ("logs",), "on_evaluate": ("metrics",)}
-    try:
-        takes = inspect.signature(method) if callable(method) else None
-    except ValueError:  # of a function that is not written in Python
+    if not callable(method):
         return
+    takes = inspect.signature(method)
     try:
-        if takes is not None:
-            takes.bind(None, None, None, **dict.fromkeys(("model", *details.get(event, ()))))
+        takes.bind(None, None, None, **dict.fromkeys(("model", *details.get(event, ()))))
     except TypeError:
         raise FlowGRPOError(
             f"{event} of the callback {type(callback).__name__} takes {takes}: let it take (args, state, control, **kwargs)."
