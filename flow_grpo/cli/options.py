@@ -4,7 +4,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -194,23 +193,18 @@ def _with_rewards_of(models: "list[ModelTarget]", args: "FlowGRPOConfig") -> "Fl
 
 
 def prepare_folder(folder: Path, option: str = "--out") -> None:
-    """Check, before the work, that files can be written to a folder. FlowGRPOError, which names the option, if not.
+    """Check, before the work, that files can be written to a folder, or where it would be created.
 
-    A folder that is missing is created for that and removed again, so that a command that fails leaves none.
+    FlowGRPOError, which names the option, if not.
     """
-    missing: list[Path] = []
     try:
-        missing += (path for path in (folder, *folder.parents) if not path.exists())
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+        with tempfile.TemporaryFile(dir=existing):
             pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise FlowGRPOError(f"nothing can be written to {folder} ({reason}): give another path by {option}.") from error
-    finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
+    except OSError as error:
+        raise FlowGRPOError(
+            f"nothing can be written to {folder} ({error.strerror}): give another path by {option}."
+        ) from error
 
 
 def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> None:
