@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flow_grpo.cli.console import console, say
-from flow_grpo.cli.options import SETTING, prepare_folder
+from flow_grpo.cli.options import SETTING, check_folder
 from flow_grpo.errors import FlowGRPOError
 
 
@@ -52,7 +52,7 @@ def compare(
         raise FlowGRPOError(f"{setting} is a setting, and there are several configs: write --set {setting}.")
     limits = comparison.parse_budget(budget, evaluations)
     comparison.check_configs(configs, set_ or [], limits)
-    prepare_folder(out)
+    check_folder(out)
     with locked(out, say):
         runs = comparison.compare(
             configs, seeds, limits, out, overrides=set_ or [], metric=measure, target=target, stop=stop, log=say

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flow_grpo.cli.console import console, say, without_library_messages
-from flow_grpo.cli.options import Overrides, check_suffix, config_and_overrides, prepare_file
+from flow_grpo.cli.options import Overrides, check_file, check_suffix, config_and_overrides
 from flow_grpo.errors import INTERRUPTED, USER_ERROR, FlowGRPOError
 
 if TYPE_CHECKING:
@@ -66,10 +66,10 @@ def doctor(
         raise FlowGRPOError("--out is the PNG file of --step-variance: give both, or --json for the results of checks.")
     out = out or Path("step_variance.png")
     if json_file is not None:
-        prepare_file(json_file, "--json")
+        check_file(json_file, "--json")
     if step_variance:
         check_suffix(out, [".png"])
-        prepare_file(out)
+        check_file(out)
     config, overrides = config_and_overrides(config, overrides)
     passed = True
     try:

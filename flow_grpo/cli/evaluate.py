@@ -16,9 +16,9 @@ from flow_grpo.cli.options import (
     Prompt,
     RewardNames,
     Trust,
+    check_folder,
     check_found_configs,
     grid_layout,
-    prepare_folder,
     prompt_set_of,
     read_prompt_source,
     rewards_to_measure,
@@ -126,7 +126,7 @@ def evaluate(
     reward_sum, sum_is_metric = rewards_to_measure(reward, args, models)
     steps = steps or (args.evaluation.steps if args else None)
     folder = out or _default_folder(words)
-    prepare_folder(folder)
+    check_folder(folder)
     settings: dict[str, Any] = {
         "prompt_set": prompts or (models[0].args.evaluation.prompt_files if models and not prompt else None)
     }

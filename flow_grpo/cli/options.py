@@ -192,7 +192,7 @@ def _with_rewards_of(models: "list[ModelTarget]", args: "FlowGRPOConfig") -> "Fl
     return args.model_copy(update={"evaluation": evaluation})
 
 
-def prepare_folder(folder: Path, option: str = "--out") -> None:
+def check_folder(folder: Path, option: str = "--out") -> None:
     """Check, before the work, that files can be written to a folder, or where it would be created.
 
     FlowGRPOError, which names the option, if not.
@@ -213,9 +213,9 @@ def check_suffix(file: Path, suffixes: Iterable[str], option: str = "--out") -> 
         raise FlowGRPOError(f"{option} {file} does not end in {' or '.join(suffixes)}: give a file that does.")
 
 
-def prepare_file(file: Path, option: str = "--out") -> None:
+def check_file(file: Path, option: str = "--out") -> None:
     """Check, before the work, that a file can be written. FlowGRPOError, which names the option, if not."""
-    prepare_folder(file.parent, option)
+    check_folder(file.parent, option)
     if file.is_dir():
         raise FlowGRPOError(f"{file} is a folder: give a file by {option}.")
     if file.exists() and not os.access(file, os.W_OK):

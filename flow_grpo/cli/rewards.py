@@ -21,11 +21,11 @@ from flow_grpo.cli.options import (
     Padding,
     Prompt,
     Prompts,
+    check_file,
+    check_folder,
     check_suffix,
     grid_layout,
     parse_reward,
-    prepare_file,
-    prepare_folder,
     read_images,
 )
 from flow_grpo.errors import USER_ERROR, FlowGRPOError
@@ -100,7 +100,7 @@ def probe(
     image_set = read_images(images, prompts, prompt, grid_layout(rows, columns, padding, crop), promptless)
     file = out or Path(f"reward_{re.sub(r'[^A-Za-z0-9]+', '_', reward)}.png")
     check_suffix(file, [".png"])
-    prepare_file(file)
+    check_file(file)
     inputs = RewardInputs(image_set.images(), image_set.prompts, image_set.columns())
     with phase(f"loading reward {reward}"):
         loaded = rewards.load(reward, **options)
@@ -151,7 +151,7 @@ def fit(
     from flow_grpo.rewards import preference_head
 
     found = load_votes(votes, stay_inside=True)
-    prepare_folder(out)
+    check_folder(out)
     with new_files(out, "head", preference_head.FILES) as folder:
         fitted = preference_head.fit(
             found,

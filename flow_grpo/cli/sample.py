@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flow_grpo.cli.console import say, without_library_messages
-from flow_grpo.cli.options import Trust, config_for_weights, prepare_folder, say_notes
+from flow_grpo.cli.options import Trust, check_folder, config_for_weights, say_notes
 from flow_grpo.errors import FlowGRPOError
 from flow_grpo.files import finish_files, new_files, write_atomic
 from flow_grpo.progress import phase
@@ -110,7 +110,7 @@ def sample(
     name = model if lora is None else f"{model} + {lora}"
     cells = [ImageInfo(prompt, first_seed + n, name) for prompt in texts for n in range(seeds)]
     columns = seeds if len(texts) > 1 else min(seeds, 8)
-    prepare_folder(out)
+    check_folder(out)
     finish_files(out, RESULT)
     earlier = _earlier_files(out)
     policy = _load_policy(args, model, lora, settings, next(iter(images_of(texts[0])), None))

@@ -19,11 +19,11 @@ from flow_grpo.cli.options import (
     Prompt,
     Prompts,
     RewardNames,
+    check_file,
     check_suffix,
     grid_layout,
     load_rewards,
     parse_reward,
-    prepare_file,
     read_images,
 )
 from flow_grpo.files import write_atomic
@@ -66,7 +66,7 @@ def score(
     layout = grid_layout(rows, columns, padding, crop)
     image_set = read_images(images, prompts, prompt, layout, promptless=not reads_prompts)
     if out is not None:
-        prepare_file(out)
+        check_file(out)
     pixels, metadata = image_set.images(), image_set.columns()
     values = {}
     for name, function in load_rewards(names).items():
