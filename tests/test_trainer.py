@@ -1290,3 +1290,20 @@ def test_a_long_run_says_after_its_first_step_how_long_it_takes(tmp_path, monkey
     seconds = read_metrics(tmp_path)[0]["time/step"]
     said = " ".join(capsys.readouterr().out.split())
     assert f"step 1 took {duration(seconds)}, rewards included. At this speed the next " in said
+
+
+@pytest.mark.parametrize("objective", ["grpo", "awm", "nft", "ppo", "sft"])
+def test_steps_and_evaluations_leave_no_tensors_as_garbage(tmp_path, objective):
+    """On a GPU they would take memory until Python collects it: embeddings of new prompts, and held-out images."""
+    trainer = FlowGRPOTrainer(args=short_run(tmp_path, f"objective={{name: {objective}}}", "microbatch=4"))
+    trainer.training_step()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        trainer.training_step()
+        trainer.evaluate()
+        gc.collect()
+        assert not [type(found) for found in gc.garbage if isinstance(found, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

@@ -428,6 +428,8 @@ class PromptEncoder:
                 raise FlowGRPOError(
                     f"{type(self.pipe).__name__} can't take the images{of_prompt}, {sizes} pixels: {first_line(error)}"
                 ) from error
+            finally:
+                vars(recording).clear()  # its methods refer to it and to the outputs, which would stay on a GPU as garbage
         return outputs
 
     @property

@@ -380,7 +380,7 @@ class FlowPipeline:
                 undecorated = inspect.unwrap(type(pipe).__call__)  # not under no_grad: gradients flow
                 return undecorated(pipe, **call)
         except StopPipeline as stop:
-            return stop
+            return stop.with_traceback(None)  # whose frames hold all tensors of the callers until garbage is collected
 
     def _prompt_arguments(self, prompts: list[str]) -> dict[str, Any]:
         """The arguments of a call with these prompts."""
