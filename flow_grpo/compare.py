@@ -103,7 +103,7 @@ class ComparedRun:
 
 
 def _parsed(kind: type[Saved], text: str, source: str) -> Saved:
-    """What `asdict` and JSON have made a text of. FlowGRPOError, which names the source, if it is something else."""
+    """Read a dataclass from JSON. FlowGRPOError, which names the source, if the text is something else."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
@@ -139,7 +139,7 @@ def compare(
 ) -> list[ComparedRun]:
     """Train every config with every seed on the budget, in turns; returns the runs, whose points are in their folders.
 
-    `check_configs` has passed.
+    Call `check_configs` first.
 
     Args:
         stop: end a run when its `metric` reaches the `target`.

@@ -101,7 +101,7 @@ def load_given(
     frames: Frames | None = None,
     **options: Any,
 ) -> Reward:
-    """As `load`, of a function, an object that can be called, or a class that a program has. `name` is for error messages."""
+    """Load a reward that is given as a function, an object that can be called, or a class; else as `load`. `name` is for error messages."""
     if remote is not None or isolate:
         raise FlowGRPOError(
             f"reward {name} was given as an object, which no other process has: give its name, my_module:my_fn or file.py:fn, or leave "

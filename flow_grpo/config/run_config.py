@@ -187,7 +187,7 @@ class FlowGRPOConfig(RunSettings):
         return {**self.pipeline_call_kwargs(), **({} if guidance is None else {"guidance": guidance})}
 
     def without_auto_compile(self) -> "FlowGRPOConfig":
-        """With `memory.compile: false` in place of `auto`, for a few steps of a run that would be long enough to compile."""
+        """The same settings with `memory.compile: false` in place of `auto`."""
         compiles = self.memory.compile is True
         return self.model_copy(update={"memory": self.memory.model_copy(update={"compile": compiles})})
 

@@ -54,7 +54,7 @@ def prompt_of(parameters: str | None) -> str | None:
 
 
 def sampling_settings(parameters: str | None) -> dict[str, str]:
-    """Of the settings in such a text those that images which are compared should share, by AUTOMATIC1111's names."""
+    """The steps, the guidance and the size that such a text states, by AUTOMATIC1111's names: compared images should have the same."""
     line = (parameters or "").rstrip().rpartition("\n")[2]
     return dict(re.findall(r"(?:^|, )(Steps|CFG scale|Size): ([^,]+)", line))
 

@@ -154,8 +154,9 @@ def keep_compile_seconds(model: str, device: torch.device, seconds: float) -> No
 
 
 def _compile_cache() -> Path:
-    """In the folder where torch keeps the kernels: without them the seconds would be others."""
-    from torch._inductor.codecache import cache_dir  # imports the compiler
+    """The file of these seconds. It lies beside torch's kernels: where they are deleted, compiling takes longer again."""
+    # imports the compiler
+    from torch._inductor.codecache import cache_dir
 
     return Path(cache_dir()) / "flow_grpo_seconds.json"
 

@@ -30,7 +30,9 @@ def digests_of_inputs(
     eval_set: PromptSet | None,
     reward_funcs: Iterable[Any] = (),
 ) -> dict[str, str]:
-    """The digest of each input but the model that is there, by the dotted name of its setting; a reward by the name of its function.
+    """The digest of each input except the model, if the input is there, by the dotted name of its setting.
+
+    A reward that is given as a function has the name of that.
 
     Args:
         reward_funcs: functions and classes that the trainer was given.

@@ -249,7 +249,7 @@ def compile_and_reason(
 
 
 def _reason_not_to_compile(args: FlowGRPOConfig, policy: Policy, processes: Processes, prompt: str) -> str:
-    """What is against compiling by itself, as nobody has measured it, or since it fails here; "" if nothing is."""
+    """Why `memory.compile: auto` compiles nothing, whatever it would save: it was not measured so, or it fails here. Else ""."""
     memory = args.memory
     shard = memory.shard if processes.world_size > 1 else None
     for name, value in (("quantize", memory.quantize), ("offload", memory.offload), ("shard", shard)):
