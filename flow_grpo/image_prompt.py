@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from os import PathLike
 from pathlib import Path
 
 from PIL import Image
@@ -98,7 +99,7 @@ def _source(image: SourceImage | Image.Image | str | Path, text: str) -> SourceI
         return image
     if isinstance(image, Image.Image):
         return SourceImage.from_pil(image, f"of the prompt {text[:80]!r}")
-    if not isinstance(image, str | Path):
+    if not isinstance(image, str | PathLike):
         raise FlowGRPOError(
             f"the prompt {text[:80]!r} has an image of type {type(image).__name__}: give a path or a PIL image."
         )

@@ -467,6 +467,8 @@ def test_a_path_object_is_a_path(tmp_path):
     (tmp_path / "steps.yaml").write_text("steps: 3")
     assert FlowGRPOConfig.from_yaml(AnyPath(tmp_path / "steps.yaml")).steps == 3
     assert small.policy().save(AnyPath(tmp_path / "any")).parent == tmp_path / "any"
+    Image.new("RGB", (8, 8)).save(tmp_path / "one.png")
+    assert ImagePrompt("a", [AnyPath(tmp_path / "one.png")]) == ImagePrompt("a", [tmp_path / "one.png"])
     file = tmp_path / "signs.txt"
     args = FlowGRPOConfig(output_dir=tmp_path / "run", prompts=file, lora={"init_from": tmp_path})
     assert (args.output_dir, args.prompts, args.lora.init_from) == (str(tmp_path / "run"), str(file), str(tmp_path))
