@@ -22,6 +22,7 @@ from support.run_contents import MEASURED
 from dev.tiny import pretrain
 from flow_grpo.advantages import group_advantages
 from flow_grpo.config import FlowGRPOConfig
+from flow_grpo.config.sections import MemoryConfig
 from flow_grpo.config.stepwise_objectives import WindowConfig
 from flow_grpo.data.grid import ImageInfo, read_grid, save_image
 from flow_grpo.data.prompts import PromptSet
@@ -1272,6 +1273,7 @@ def test_of_several_processes_the_first_alone_writes_and_speaks(tmp_path, rank, 
         ({"seed": 5}, {}, "rank 1 has seed=5, and rank 0 has 0: give all machines the same command and files"),
         ({}, {"prompts": "others"}, "the content of prompts of rank 1 is not that of rank 0"),
         ({"output_dir": "elsewhere", "device": "cuda:1"}, {}, None),
+        ({"memory": MemoryConfig(embedding_cache_dir="/scratch/node1")}, {}, None),
     ],
 )
 def test_processes_have_the_same_settings_and_prompts(tmp_path, monkeypatch, settings, content, sentence):

@@ -44,7 +44,8 @@ RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward functi
 # of `memory.compile: auto`: where it compiles; the share of a step's time that this saves, the smaller of two that were measured on an H200
 # (docs/performance.md); and the images whose velocity is timed
 COMPILED_DEVICES, COMPILING_SAVES, TIMED_ROWS = ("cuda",), 0.39, 4
-OF_A_MACHINE = ("model", "device", "output_dir", "trackers")  # settings that may have another value on each
+# settings that may have another value on each machine
+OF_A_MACHINE = ("model", "device", "output_dir", "trackers", "memory.embedding_cache_dir")
 HUMAN = "human"  # the reward that asks a person
 # Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
 COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
@@ -409,7 +410,7 @@ def check_alike(processes: Processes, args: FlowGRPOConfig, inputs: dict[str, st
     for rank, (other, other_inputs) in enumerate(others, 1):
         for change in changes(first, other, first_inputs, other_inputs):
             name = change.name
-            if name.partition(".")[0] in OF_A_MACHINE:
+            if name.startswith(OF_A_MACHINE):
                 continue
             what = f"rank {rank} has {name}={change.now}, and rank 0 has {change.then}"
             if change.is_of_content:
