@@ -122,6 +122,13 @@ class RunSettings(ConfigSection):
         return needs.selection == "all" and bool(self.objective.is_anchored or not is_zero)
 
     @property
+    def updated_images(self) -> int:
+        """Images of a step that pass through an update: all, or the best one or two of each group."""
+        needs = self.objective.needs
+        selects = needs.selection != "all" and self.dataset is None
+        return self.prompts_per_step * (needs.rows_per_pair if selects else self.images_per_prompt)
+
+    @property
     def evaluated_steps(self) -> list[int]:
         """The steps after which a run with held-out prompts evaluates: 0, before training, every `every`, and the last one."""
         every = self.evaluation.every

@@ -279,13 +279,11 @@ class StepEstimator:
         return sampling_and_references, update, updated * passes * self.trace.recomputed / 2
 
     def _updated_images(self, microbatch: int) -> float:
-        """Images of a step that pass through an update: all, or the best one or two of each group, which fill whole micro-batches."""
-        args, images = self.args, self.args.prompts_per_step * self.args.images_per_prompt
-        selected = {"best": 1, "best_and_worst": 2}.get(args.objective.needs.selection)
-        if selected is None or args.dataset is not None:
+        """Images of a step that pass through an update, also those that fill the micro-batches of a selection."""
+        parts, images = self.args.updates * self.count, self.args.updated_images
+        if images == self.args.prompts_per_step * self.args.images_per_prompt:
             return images
-        parts = args.updates * self.count
-        return math.ceil(args.prompts_per_step * selected / parts / microbatch) * microbatch * parts
+        return math.ceil(images / parts / microbatch) * microbatch * parts
 
     @property
     def _rollout_velocities(self) -> int:

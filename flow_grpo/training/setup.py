@@ -278,10 +278,10 @@ def _seconds_of_steps(args: FlowGRPOConfig, policy: Policy, processes: Processes
         seconds = fastest(velocity, policy.device, 0.0) / rows / processes.world_size
 
     def of_a_step(stage: FlowGRPOConfig) -> float:
-        sampled = 0 if stage.dataset is not None else stage.sampling.steps
+        images = 0 if stage.dataset is not None else stage.prompts_per_step * stage.images_per_prompt
         trained = stage.epochs * stage.objective.num_losses(stage.sampling.steps)
         # with its gradient, a velocity takes about three times as long
-        return seconds * stage.prompts_per_step * stage.images_per_prompt * (sampled + 3 * trained)
+        return seconds * (images * stage.sampling.steps + 3 * stage.updated_images * trained)
 
     return sum(stage.steps * of_a_step(stage) for _, stage in args.resolved_stages())
 

@@ -87,6 +87,9 @@ def test_stages_and_given_images_count_by_what_they_compute(tmp_path, monkeypatc
     one, two = (8 * (steps + 3 * short_run(tmp_path).objective.num_losses(steps)) * 0.1 for steps in (4, 8))
     assert f"of {setup.duration(40 * one)} and" in said[0]
     assert f"of {setup.duration(10 * one + 30 * two)} and" in said[1]
+    best = FlowGRPOTrainer(args=short_run(tmp_path, "steps=40", "sampling={steps: 4}", "objective={name: sft}"))
+    assert (best.args.prompts_per_step, best.args.objective.num_losses(4)) == (2, 1)
+    assert f"of {setup.duration(40 * (8 * 4 + 3 * 2) * 0.1)} and" in best.headline
 
 
 @pytest.mark.parametrize(
