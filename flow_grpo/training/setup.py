@@ -45,7 +45,7 @@ RESERVED_NAMES = ("reward", "diversity")  # other metrics, which a reward functi
 # (docs/performance.md); and the images whose velocity is timed
 COMPILED_DEVICES, COMPILING_SAVES, TIMED_ROWS = ("cuda",), 0.39, 4
 # settings that may have another value on each machine
-OF_A_MACHINE = ("model", "device", "output_dir", "trackers", "memory.embedding_cache_dir")
+PER_MACHINE = ("model", "device", "output_dir", "trackers", "memory.embedding_cache_dir")
 HUMAN = "human"  # the reward that asks a person
 # Packaged rewards that are not called only to probe them, also when remote or isolated. See `reason_not_to_call`.
 COSTLY = {HUMAN: "a person ranks its images", "judge": "each answer may cost money"}
@@ -374,7 +374,7 @@ def build_run(
         start = replace(start, args=args, trained=rewards, measured={} if eval_set is None else eval_rewards.rewards)
         found |= make_checks("rewards", start)
         inputs = digests_of_inputs(args, train_set, eval_set, _listed(reward_funcs or ""))
-        check_alike(processes, args, inputs)
+        check_same_settings(processes, args, inputs)
         all_prompts = [*train_set.prompts, *start.held_out_prompts]
         policy = model if isinstance(model, Policy) else load_run_policy(args, processes, all_prompts, pipe)
         args = settings_of(policy, args) if policy is model else args
@@ -400,7 +400,7 @@ def build_run(
         )
 
 
-def check_alike(processes: Processes, args: FlowGRPOConfig, inputs: dict[str, str]) -> None:
+def check_same_settings(processes: Processes, args: FlowGRPOConfig, inputs: dict[str, str]) -> None:
     """Check that all processes have the same settings, and the same prompts, code and LoRA of these names. Every process must call it.
 
     Raises:
@@ -410,7 +410,7 @@ def check_alike(processes: Processes, args: FlowGRPOConfig, inputs: dict[str, st
     for rank, (other, other_inputs) in enumerate(others, 1):
         for change in changes(first, other, first_inputs, other_inputs):
             name = change.name
-            if name.startswith(OF_A_MACHINE):
+            if name.startswith(PER_MACHINE):
                 continue
             what = f"rank {rank} has {name}={change.now}, and rank 0 has {change.then}"
             if change.is_of_content:
